@@ -1,4 +1,8 @@
-"""fmoe_ext: Mixture-of-Experts training for PyTorch."""
+"""fmoe_ext: Mixture-of-Experts training for PyTorch.
+
+Layers, gates and operators are imported with the package. Its other modules, and a few names of them, are imported at
+their first use (__getattr__), so that `import fmoe_ext` stays fast and needs torch alone.
+"""
 
 import importlib
 from types import MappingProxyType
@@ -31,7 +35,7 @@ from fmoe_ext.ops import batch_invariant, use_batch_invariant
 from fmoe_ext.tokens import packed_sequences, token_ids, valid_tokens
 from fmoe_ext.transformer import FMoETransformerMLP
 
-if TYPE_CHECKING:  # all that __getattr__ gives, for type checkers; "as" marks a name as public
+if TYPE_CHECKING:  # what __getattr__ imports; "as" makes a name outside __all__ public to a type checker
     from fmoe_ext import audit, balance, checkpoint, distributed, frozen
     from fmoe_ext import compat as compat
     from fmoe_ext import compress as compress
@@ -98,7 +102,7 @@ __all__ = [
     "valid_tokens",
 ]
 
-# Imported when they are asked for: some bring torch.distributed.checkpoint or grpc.
+# Imported at their first use: some import torch.distributed.checkpoint, which is slow, or grpc, which is optional.
 _MODULES_ON_DEMAND = (
     "audit", "balance", "checkpoint", "compat", "compress", "cpu", "distributed", "doctor", "finetune", "formats",
     "frozen", "gpu", "huggingface", "lora", "megatron", "optim", "pipeline", "planning", "remote", "testing",
@@ -115,7 +119,7 @@ _NAMES_ON_DEMAND = MappingProxyType(
 )
 
 
-if not TYPE_CHECKING:  # a checker that saw it would take every misspelt name for Any
+if not TYPE_CHECKING:  # a type checker that saw __getattr__ would accept every misspelt name, as Any
 
     def __getattr__(name: str) -> Any:
         if name in _NAMES_ON_DEMAND:

@@ -1,5 +1,12 @@
-// Products over the rows of each expert: which rows (segments, chunks), who computes what (jobs), through
-// which tiles.
+// Products over the rows of each expert. A call cuts the rows into chunks of segments (chunks.h), add_jobs()
+// cuts the columns of each segment's result into jobs, and a thread computes one job by one of these:
+//   rows_by_weight             A W^T, weight in the dtype of the tensors
+//   rows_by_packed             A W^T, weight packed in few bits; for few rows of A in integers, by
+//   rows_by_integers           rows of A rounded to 8 bits
+//   rows_by_weight_transposed  A W
+//   rows_by_packed_transposed  A W, weight packed
+//   multiply_transposed        A^T B, for gradients of weights
+// Each hands its tiles to the caller's epilogue, which adds the bias, activates and stores.
 #pragma once
 
 #include <vector>
@@ -18,12 +25,14 @@ struct Job {
   int64_t begin, end, group;
 };
 
-// Splits `parts` parts of each segment, each part costing `rows * flops` and touching `bytes`, into jobs that
-// are large enough to be worth a hand-over. Depends on the shapes only, never on the number of threads.
+// Appends jobs for the `parts` equal parts of a segment's result. A part costs `flops` a row and touches
+// `bytes`; a job has as many parts as make it worth a hand-over to a thread. How many follows from the shapes
+// alone, never from the number of threads, for it decides in which groups sums are made.
 inline void add_jobs(std::vector<Job>& jobs, const Segment& segment, int64_t parts, int64_t flops,
                      int64_t bytes) {
   constexpr int64_t kJobFlops = 1 << 26, kJobBytes = 1 << 20;
-  constexpr int64_t kTypicalRows = 256;  // groups are summed apart, so that their number is part of a result
+  // Batch invariant: the number of groups changes the last bits of sums, so it must not follow the rows.
+  constexpr int64_t kTypicalRows = 256;
   const int64_t rows = is_batch_invariant() ? kTypicalRows : segment.rows();
   const int64_t wanted = std::max(rows * flops * parts / kJobFlops, bytes * parts / kJobBytes);
   const int64_t groups = std::clamp<int64_t>(wanted, 1, std::max<int64_t>(parts, 1));
@@ -39,7 +48,7 @@ inline std::vector<Job> panel_jobs(const Kernels& kernels, const Chunk& chunk, i
   return jobs;
 }
 
-// Runs body(row_begin, row_end) over slices of the chunk's rows.
+// Calls body(row_begin, row_end) for slices of the rows [begin, end), on all threads.
 template <class Body>
 void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
   constexpr int64_t kSlice = 64;
@@ -48,15 +57,17 @@ void for_each_row_slice(int64_t begin, int64_t end, const Body& body) {
 }
 
 // Every tile of A^T B for A [depth, rows] and packed panels B [depth, columns]: epilogue(tile, row, column,
-// m, n). With little depth the panels are small and the results large: these are then written row by row.
+// m, n). With little depth the result is larger than the panels: tiles then go along its rows, to write
+// memory in order.
 template <class Epilogue>
 void multiply_transposed(const Kernels& kernels, const Transposed& a, int64_t rows, const Panels& b,
                          int64_t columns, int64_t depth, const Epilogue& epilogue) {
   TileMemory tile;
   const TileProducts products(kernels);
   constexpr int64_t kLittle = 64;
-  // AMX takes so many rows at once that they stay in the second-level cache for all columns. Of its large
-  // tiles each would write to more pages than the processor has at hand.
+  // With AMX (row_step > 1), a block is one tile high: its rows of A stay in the second-level cache for all
+  // columns. With little depth the tiles are half as high, or each would write to more pages than the TLB
+  // holds.
   const bool little = depth <= kLittle, has_steps = kernels.row_step > 1;
   const int64_t height = little && has_steps ? kernels.row_step / 2 : kernels.mr;
   const int64_t block = little || has_steps ? height : rows;
@@ -79,7 +90,8 @@ inline void weight_columns(const Kernels& kernels, const Stored* weight, int64_t
     pointers[j] = column + j < num_columns ? kernels.at(weight, (column + j) * depth) : nullptr;
 }
 
-// The same of a panel of a gated weight [2 num_gates, depth]: nr / 2 gates, then the ups that belong to them.
+// weight_columns() for a gated weight [2 num_gates, depth]: nr / 2 gate rows from `column` on, then their up
+// rows.
 inline void gated_columns(const Kernels& kernels, const Stored* weight, int64_t num_gates, int64_t depth,
                           int64_t column, const Stored** pointers) {
   const int64_t half = kernels.nr / 2;
@@ -104,8 +116,8 @@ inline void pack_weight_rows(const Kernels& kernels, const Stored* weight, int64
   }
 }
 
-// Whether a product of so many rows with weight^T, or with the weight itself, is better computed without
-// packing the weight.
+// Whether a product of so many rows with weight^T (is_few) or weight (is_few_transposed) is faster if the
+// weight is not packed. Never if batch invariant: both ways differ in the last bits.
 inline bool is_few(const Kernels& kernels, int64_t rows) {
   return rows <= kernels.few_rows && !is_batch_invariant();
 }
@@ -113,8 +125,9 @@ inline bool is_few_transposed(const Kernels& kernels, int64_t rows) {
   return rows <= kernels.few_rows_transposed && !is_batch_invariant();
 }
 
-// How many of `rows` rows the next tile takes: equal parts, for a tile of one or two rows would wait for its
-// sums. AMX has steps of rows that take as long as one row.
+// How many of `rows` rows the next tile takes: equal parts, because a last tile of one or two rows has too
+// few sums to hide their latency. With AMX a part of row_step rows costs as much as a row, so parts are
+// multiples of it.
 inline int64_t rows_of_tile(const Kernels& kernels, int64_t rows) {
   const int64_t part = divide_up(rows, divide_up(rows, kernels.mr));
   return std::min(rows, divide_up(part, kernels.row_step) * kernels.row_step);
@@ -133,8 +146,8 @@ void rows_by_packed_panel(const Kernels& kernels, int64_t rows, const RowMajor& 
   }
 }
 
-// How many panels are packed before the rows pass by. AMX would wait for rows that do not stay in the cache
-// of its core for each panel.
+// How many panels are packed before the rows pass by. With AMX at least 8 if the rows of `a` do not stay in
+// the core's cache: they are then read from memory once for 8 panels, not once for each.
 inline int64_t panels_at_once(const Kernels& kernels, int64_t rows, const RowMajor& a, int64_t wanted) {
   const bool stay = rows * a.stride * a.bytes <= 2 * kCoreBytes;
   return kernels.row_step == 1 || stay ? wanted : std::max<int64_t>(wanted, 8);
@@ -153,8 +166,10 @@ void rows_by_packed_panels(const Kernels& kernels, int64_t rows, const RowMajor&
           [&](const Acc* tile, int64_t row, int64_t m) { epilogue(p, tile, first + row, m); });
 }
 
-// The rows of `a` packed in the place of columns, for kernels that then take columns as they lie; without
-// such a kernel, or with too many rows or few, none.
+// The two operands with their parts exchanged: the rows of `a` are packed, and multiply_turned() then reads
+// the weight's rows as they lie. Unused, and multiply() is false, where there is no such kernel, where the
+// rows are so many that packing the weight pays, so few that it is not packed anyway, or k is no multiple of
+// k_step.
 class TurnedRows {
  public:
   TurnedRows(const Kernels& kernels, int64_t rows, int64_t depth)
@@ -179,7 +194,8 @@ class TurnedRows {
     }
   }
 
-  // Tiles of all rows with these columns: epilogue(tile, row, m) takes each. False if they have to be packed.
+  // Tiles of all rows with these columns: epilogue(tile, row, m) takes each. False, before the first
+  // epilogue, if the columns have to be packed.
   template <class Epilogue>
   bool multiply(const Stored* const* columns, const Epilogue& epilogue) const {
     if (!is_used_) return false;
@@ -201,7 +217,9 @@ class TurnedRows {
   Panels panels_{};
 };
 
-// The same for the weight rows of one panel, which is packed first unless it is null: then the rows are few.
+// Tiles of all rows of `a` with the weight rows `pointers`: epilogue(tile, row, m) takes each. They are
+// packed into `panel` first, unless `turned` can take them as they lie, or the rows are few: then panel is
+// null.
 template <class Epilogue>
 void rows_by_panel(const Kernels& kernels, int64_t rows, const RowMajor& a, const TurnedRows& turned,
                    int64_t depth, const Stored* const* pointers, Operand* panel, const Epilogue& epilogue) {
@@ -250,10 +268,11 @@ void rows_by_weight(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
 }
 
-constexpr int64_t kPackedTileBytes = 4096;  // of panels whose tiles are computed together
-constexpr int64_t kPackedPanels = 4;        // for which the rows of `a` are put in the order of a format once
+constexpr int64_t kPackedTileBytes = 4096;  // of all tiles that one multiply_packed() computes
+constexpr int64_t kPackedPanels = 4;        // most of one multiply_packed(), which arranges `a` once for all
 
-// The same with packed rows and integers: the rows of `a` are rounded once a job.
+// rows_by_packed() for few rows in a format that is multiplied in integers: the rows of `a` are rounded to 8
+// bits, once for all columns of the job. packed: memory for the rows of kPackedPanels panels.
 template <class Columns, class Epilogue>
 void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                       PackedFormat format, const Columns& columns, PackedRow* packed,
@@ -276,9 +295,10 @@ void rows_by_integers(const Kernels& kernels, const Job& job, const RowMajor& a,
   }
 }
 
-// The same with packed rows: columns(panel, rows) names them, of up to kPackedPanels panels before the first
-// of these tiles is taken. They are decoded into registers, or for more rows of `a` into a panel, once for
-// all of them. integers: their format if the products are in integers, else none.
+// rows_by_weight() for a packed weight: columns(panel, packed) names the nr packed rows of a panel. It is
+// called for up to kPackedPanels panels before the epilogue takes the first of their tiles. Few rows of `a`
+// decode the weight in registers; for more it is decoded once, into memory. integers: the weight's format if
+// it may be multiplied in integers, else none.
 template <class Columns, class Epilogue>
 void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                     PackedFormat integers, const Columns& columns, const Epilogue& epilogue) {
@@ -322,7 +342,7 @@ void rows_by_packed(const Kernels& kernels, const Job& job, const RowMajor& a, i
   }
 }
 
-// The same for the product with weight [depth, num_columns] itself, contiguous.
+// Tiles of (the rows of one operand) times weight [depth, num_columns], contiguous; epilogue as above.
 template <class Epilogue>
 void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                                const Stored* weight, int64_t num_columns, const Epilogue& epilogue) {
@@ -350,20 +370,21 @@ void rows_by_weight_transposed(const Kernels& kernels, const Job& job, const Row
   }
 }
 
-// The same with packed rows, `row(k)` each: a few of them are decoded at a time, of them the columns of the
-// job.
+// rows_by_weight_transposed() for a packed weight, whose row k is row(k). kStep rows at a time are decoded,
+// only the columns of the job. Few rows of `a` add their products at once, in `tiles`; for more the decoded
+// rows are packed, and the product comes when the panels are complete.
 template <class Row, class Epilogue>
 void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const RowMajor& a, int64_t depth,
                                const Row& row, int64_t num_columns, const Epilogue& epilogue) {
   const int64_t rows = job.segment->rows(), nr = kernels.nr;
   const bool few = is_few_transposed(kernels, rows);
-  constexpr int64_t kStep = 64;  // rows of the weight at a time
+  constexpr int64_t kStep = 64;  // weight rows decoded at a time
   const int64_t group = few ? job.end - job.begin : std::min<int64_t>(4, job.end - job.begin);
   if (group <= 0) return;
   const int64_t stride = RowMajor::odd_lines(group * nr, kernels.storage_bytes);
   const int64_t decoded_bytes = kStep * stride * kernels.storage_bytes, tile_size = rows * nr;
-  const int64_t bytes_of_panel = few ? tile_size * kernels.acc_bytes : panel_bytes(kernels, depth, nr);
-  const ThreadBuffer buffer(decoded_bytes + group * bytes_of_panel);
+  const int64_t bytes_of_part = few ? tile_size * kernels.acc_bytes : panel_bytes(kernels, depth, nr);
+  const ThreadBuffer buffer(decoded_bytes + group * bytes_of_part);
   const RowMajorOf<Stored> decoded{reinterpret_cast<Stored*>(buffer.data()), stride, kernels.storage_bytes};
   // Behind the decoded rows: the tiles if the rows are few, else the panels.
   auto* const tiles = reinterpret_cast<Acc*>(buffer.data() + decoded_bytes);
@@ -373,6 +394,7 @@ void rows_by_packed_transposed(const Kernels& kernels, const Job& job, const Row
   for (int64_t first = job.begin; first < job.end; first += group) {
     const int64_t count = std::min(group, job.end - first), column = first * nr;
     const int64_t width = std::min(count * nr, num_columns - column);
+    // at depth 0 too: the tiles have to be set to zero
     for (int64_t k = 0; k == 0 || k < depth; k += kStep) {
       const int64_t n = std::min(kStep, depth - k);
       for (int64_t i = 0; i < n; ++i) kernels.decode(row(k + i), column, width, decoded.at(i));

@@ -11,6 +11,7 @@
 #include <cstdint>
 #include <mutex>
 #include <set>
+#include <sstream>
 #include <stdexcept>
 #include <string>
 #include <thread>
@@ -200,8 +201,10 @@ class Communicator {
       const auto now = Clock::now();
       if (now > deadline) {
         abort_locked();
-        throw std::runtime_error(on_rank(call) + " took more than " + std::to_string(timeout_) +
-                                 " s: a rank has ended or did not reach this call");
+        std::ostringstream text;
+        text << on_rank(call) << " took more than " << timeout_
+             << " s: a rank has ended or did not reach this call";
+        throw std::runtime_error(text.str());
       }
       if (now < start + kSpin)
         std::this_thread::yield();

@@ -1,8 +1,9 @@
-"""Choose the experts that stay: the best of each layer, as many in every layer, for config.json has one number.
+"""Choose which experts of a layer stay when a model is pruned.
 
-best() keeps the highest scores. best_merged() lets similar experts share one place: grouping around experts that stay,
-and averages weighted by use, are M-SMoE's (Li et al., 2024, https://arxiv.org/abs/2310.01334). It keeps all rows of the
-router; a folder of Transformers has one for each expert, so rows are averaged too.
+Every layer keeps the same number, as config.json has only one. best() keeps the highest scores. best_merged() lets an
+expert that goes live on in a similar one that stays: their weights are averaged by use. Both ideas of merging are
+M-SMoE's (Li et al., 2024, https://arxiv.org/abs/2310.01334); M-SMoE keeps all rows of the router, but a folder of
+Transformers has one row for each expert, so rows are averaged too.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from torch import Tensor
 
 
 def best(scores: Tensor, number: int, groups: int = 1) -> list[int]:
-    """Choose the experts of the highest scores [E], as many in each group, in their old order; the first of equals."""
+    """Return the `number` best experts by scores [E], equally many of each group, ascending; of equals the first."""
     in_groups = scores.view(groups, -1)
     order = torch.argsort(in_groups, dim=1, descending=True, stable=True)[:, : number // groups]
     offset = torch.arange(groups, device=scores.device)[:, None] * in_groups.shape[1]
@@ -23,9 +24,9 @@ def best(scores: Tensor, number: int, groups: int = 1) -> list[int]:
 
 
 def similarities(matrices: Iterable[Tensor]) -> Tensor:
-    """Compute the cosine of each two experts: [E, E] float64, 0 on the diagonal.
+    """Return the cosine of each pair of experts, all weights of one as one vector: [E, E] float64, 0 on the diagonal.
 
-    matrices: weights [E, n], one a projection; one at a time is in memory.
+    matrices: each a projection of all experts, [E, n]. They are read one at a time, so an iterator saves memory.
     """
     products: Tensor | None = None
     for matrix in matrices:
@@ -34,32 +35,30 @@ def similarities(matrices: Iterable[Tensor]) -> Tensor:
         products = product if products is None else products + product
     if products is None:
         raise ValueError("there are no weights to compare")
-    norms = products.diagonal().clamp(min=1e-300).sqrt()
+    norms = products.diagonal().clamp(min=1e-300).sqrt()  # an expert of zeros is similar to none
     return (products / norms / norms[:, None]).fill_diagonal_(0)
 
 
 def best_merged(
     scores: Tensor, count: Tensor, cosine: Tensor, number: int, least: float
 ) -> dict[int, dict[int, float]]:
-    """Choose the experts that stay -> {one that stays: {expert: its share in the merged one}}.
+    """Choose the experts that stay -> {expert that stays: {expert merged into it, itself included: share}}.
 
-    The two most similar experts, of a cosine of at least `least`, lose the one with the lower score, until `number`
-    are left; then those of the lowest scores go. Each that goes is merged with the most similar one that stays, if
-    their cosine is large enough. scores [E] float64, count [E] int64: tokens of each, cosine [E, E].
+    1. While more than `number` are left: of the most similar pair, if its cosine is at least `least`, the expert with
+       the lower score goes. 2. Then the lowest scores go, until `number` are left. 3. Each expert that goes is merged
+       into the most similar one that stays, or dropped if their cosine is below `least`. Shares follow `count`; of
+       equal scores the first stays. scores [E] float64, count [E] int64: tokens of each expert, cosine [E, E].
     """
-    left = cosine.clone()
+    pairs = cosine.clone()
     gone: list[int] = []
-    while scores.numel() - len(gone) > number and left.max() >= least:
-        one, other = divmod(int(left.argmax()), scores.numel())
-        if scores[one] == scores[other]:
-            gone.append(max(one, other))
-        else:
-            gone.append(one if scores[one] < scores[other] else other)
-        # -1 is below any cosine: an expert that goes is in no pair any more
-        left[gone[-1]] = left[:, gone[-1]] = -1
-    for e in torch.argsort(scores, stable=True).tolist():
-        if scores.numel() - len(gone) > number and e not in gone:
-            gone.append(e)
+    while scores.numel() - len(gone) > number and pairs.max() >= least:
+        pair = divmod(int(pairs.argmax()), scores.numel())
+        goes = min(pair, key=lambda e: (float(scores[e]), -e))
+        gone.append(goes)
+        pairs[goes] = pairs[:, goes] = -torch.inf  # it is in no pair any more
+    worst_first = reversed(torch.argsort(scores, descending=True, stable=True).tolist())
+    others = [e for e in worst_first if e not in gone]
+    gone += others[: max(0, scores.numel() - len(gone) - number)]
     stay = sorted(set(range(scores.numel())) - set(gone))
     groups = {e: [e] for e in stay}
     for e in gone:
@@ -69,7 +68,8 @@ def best_merged(
     shares = {}
     for e, group in groups.items():
         total = int(count[group].sum())
-        shares[e] = {other: int(count[other]) / total for other in group if count[other]}
-        if not total:  # experts that no token chose have no average: the one that stays is kept as it is
+        if total:
+            shares[e] = {other: int(count[other]) / total for other in group if count[other]}
+        else:  # no token chose any of them: the one that stays is kept as it is
             shares[e] = {e: 1.0}
     return shares

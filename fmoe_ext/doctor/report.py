@@ -9,18 +9,18 @@ from types import MappingProxyType
 OK, WRONG, UNDECIDED = "ok", "wrong", "undecided"
 
 _NO_THREAD = "no thread"
-# invariant: (a published thread about a violation, or the demand for it; what to do)
+# invariant: (issue or pull request where a model violated it, or that asks for it: docs/museum.md links to all; advice)
 INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
     {
         "router-gradient": (
             "Megatron-LM#894",
-            "take the softmax before the top k, or do not normalise one weight",
+            "take the softmax before the top k; with top_k=1 do not normalise, or the weight is always 1",
         ),
         "expert-gradient": ("transformers#48205", "keep the expert's output in the graph and in the sum"),
         "finite": ("vmoe#218", "find the division by zero or the uninitialised rows in the backward"),
         "gradient-size": (
             "DeepSpeed#6545",
-            "scale expert gradients as the others: compare with the loss's slope",
+            "scale experts' gradients like all others: finite differences of the loss show the right size",
         ),
         "used": (_NO_THREAD, "call every layer, and add what it computes to the output"),
         "registered": (_NO_THREAD, "hold experts in an nn.ModuleList: a list hides them from the optimizer"),
@@ -31,7 +31,7 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             _NO_THREAD,
             "add the bias to the scores of the choice; lower it where the load is high",
         ),
-        "cleared": (_NO_THREAD, "clear the list of losses at the begin of each step"),
+        "cleared": (_NO_THREAD, "clear the list of losses at the start of each step"),
         "experts-differ": ("Muon#65", "draw each expert from its own random numbers, or say upcycled=True"),
         "optimizer": (_NO_THREAD, "give every trainable parameter to the optimizer"),
         "frozen": (_NO_THREAD, "leave frozen parameters out of the optimizer and of in-place updates"),
@@ -40,8 +40,14 @@ INVARIANTS: Mapping[str, tuple[str, str]] = MappingProxyType(
             _NO_THREAD,
             "divide every part of the loss, the router's too, by the number of microbatches",
         ),
-        "balance-cost": (_NO_THREAD, "take softmax once, and the products of load and probability by expert"),
-        "balance-size": ("transformers#43688", "divide by tokens and by K, so that f and P each sum to 1"),
+        "balance-cost": (
+            _NO_THREAD,
+            "take the softmax once, multiply load and probability expert by expert, then sum",
+        ),
+        "balance-size": (
+            "transformers#43688",
+            "divide the counts by tokens * K and the probabilities by tokens: each sums to 1 over experts",
+        ),
         "balance-padding": (
             "transformers#28505",
             "leave padding out of the counts, the losses and the capacity",
@@ -90,7 +96,7 @@ class Finding:
     """A verdict about one invariant in one module."""
 
     invariant: str  # a key of INVARIANTS
-    module: str  # or a parameter, or a kind of one
+    module: str  # name of a module or parameter, or of a kind of them
     verdict: str  # OK, WRONG or UNDECIDED
     numbers: str  # what was measured, or why nothing could be
 
@@ -98,13 +104,13 @@ class Finding:
         line = f"{self.verdict:9} {self.invariant:20} {self.module}: {self.numbers}"
         if self.verdict != WRONG:
             return line
-        seen, advice = INVARIANTS[self.invariant]
-        return f"{line}; see {seen}; {advice}"
+        thread, advice = INVARIANTS[self.invariant]
+        return f"{line}; {advice}" if thread == _NO_THREAD else f"{line}; see {thread}; {advice}"
 
 
 @dataclass(frozen=True)
 class Report:
-    """All findings; str() has a line for each, ok is False if one is wrong."""
+    """All findings; str() has a line for each and a last one with the counts."""
 
     findings: Sequence[Finding]
     seconds: float
@@ -116,7 +122,7 @@ class Report:
 
     @property
     def ok(self) -> bool:
-        """Return True if no invariant is violated and at least one was decided."""
+        """True if no invariant is violated and at least one was decided: a model that could not be examined is not."""
         return not self.wrong and any(finding.verdict == OK for finding in self.findings)
 
     def named(self) -> set[str]:

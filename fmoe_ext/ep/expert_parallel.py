@@ -1,4 +1,8 @@
-"""ExpertParallel: where the experts of a layer live, and how its tokens get there."""
+"""Expert parallelism of one layer: what the user asks for (ParallelLayout) and what carries it out (ExpertParallel).
+
+ExpertParallel knows which rank holds which expert (placement.py), chooses how the tokens of a forward travel (a class
+of EXCHANGES, in chunks) and starts the exchange. With "auto" it measures first (tuning.py). move_rows() moves experts.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -21,7 +25,7 @@ from fmoe_ext.tokens import Batch, Nest
 
 
 class LoadCounter:
-    """Choices of each of num_experts experts by this rank since the last pop()."""
+    """Counts how often this rank's tokens chose each expert since the last pop()."""
 
     def __init__(self, num_experts: int):
         self.num_experts = num_experts
@@ -37,7 +41,7 @@ class LoadCounter:
         """Sum the counts over the ranks of a group and start anew; a collective call."""
         total = self._counts.clone()
         self._counts.zero_()
-        # NCCL reduces on GPUs only, also what a CPU layer has counted
+        # a layer on the CPU may be in an NCCL group, which reduces on GPUs only
         total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
         dist.all_reduce(total, group=group)
         return total.tolist()
@@ -68,10 +72,9 @@ class ParallelLayout:
       sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
       If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
       ep.static.check_max_rows(model) raises.
-
-    wire: "fp8" or "mxfp8" sends rows of float32, bfloat16 or float16, and their gradients, in E4M3 with a scale for
-      each row or for 32 columns: a half of bfloat16's bytes, values rounded to 3 bits after the point. Not with
-      exchange="node" or torch.compile. "full" sends them as they are.
+    wire: "full" sends rows as they are. "fp8" and "mxfp8" send rows of float32, bfloat16 or float16, and their
+      gradients, in E4M3: half the bytes of bfloat16, with 3 bits of mantissa, and a scale for each row ("fp8") or for
+      each 32 columns ("mxfp8"). Not with exchange="node" or "auto", nor with torch.compile.
 
     Example:
 
@@ -92,7 +95,7 @@ class ParallelLayout:
 
     @staticmethod
     def of(parallel: "ParallelLayout | None", **keywords: Any) -> "ParallelLayout":
-        """Return parallel=, or the layout by the keywords of FastMoE's time; ValueError for both."""
+        """Return parallel, or the layout that FMoE's own keywords (world_size=, ...) give; ValueError for both."""
         if parallel is None:
             return ParallelLayout(**keywords)
         defaults = {
@@ -125,7 +128,9 @@ class _Route:
     """Route of a forward's tokens."""
 
     exchange: str  # what has a row, a name of EXCHANGES
-    kind: Callable[..., Exchange]  # its class: a compiled graph cannot look it up
+    make: Callable[
+        ..., Exchange
+    ]  # its class, or what carry_by() was given: a compiled graph cannot look it up
     chunk_ends: list[int]  # where the chunks of a rank's experts end
 
 
@@ -178,21 +183,21 @@ class ExpertParallel(ExpertPlacement):
         self.load = LoadCounter(self.num_experts)
         self.overlap_degree = overlap_degree
         self.exchange = exchange
-        # "auto" begins with one chunk: only what does not overlap can be timed apart
+        # "auto" begins with one chunk: exchange and experts must not overlap while each is timed
         num_chunks = 1 if isinstance(overlap_degree, str) else min(overlap_degree, num_local_experts)
         first = "choice" if exchange == "auto" else exchange
         self._route = _Route(first, EXCHANGES[first], _even_ends(num_local_experts, num_chunks))
         if exchange == "node":
             self.nodes = Nodes(self.group, num_local_experts)
-        self.tuner: Tuner | None = None  # what may choose another way
+        self.tuner: Tuner | None = None  # measures for "auto"; None once it has chosen
         if "auto" in (overlap_degree, exchange):
             exchanges = [exchange]
             if exchange == "auto":
                 exchanges = [name for name in EXCHANGES if name != "node"]
                 if self.row_limit is None:
-                    # going once to a node saves bytes only where there are several, with several ranks each
-                    ranks = [len(node) for node in find_nodes(find_group(self.group))]
-                    if len(ranks) > 1 and set(ranks) == {ranks[0]} != {1}:
+                    # "node" saves bytes only between several nodes, and needs equally many ranks in each, more than one
+                    node_sizes = [len(node) for node in find_nodes(find_group(self.group))]
+                    if len(node_sizes) > 1 and min(node_sizes) == max(node_sizes) > 1:
                         self.nodes = Nodes(self.group, num_local_experts)
                         exchanges.append("node")
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
@@ -206,13 +211,14 @@ class ExpertParallel(ExpertPlacement):
         """Why a token's result depends on the other tokens, and what to do; None where it does not."""
         if self.exchange != "choice":
             return (
-                f"exchange={self.exchange!r} sums the results of a rank's experts first: another number of ranks sums "
-                'others; use exchange="choice"'
+                f"exchange={self.exchange!r} adds up a token's results on each rank before it sends them, so that the "
+                "order of the sum, and with it the last bits, depends on where experts are; use "
+                'exchange="choice"'
             )
         if self.shadows:
             return (
-                "shadowed experts' results are summed apart: shadows follow the load; clear "
-                "layer.expert_parallel.shadows"
+                "results of shadowed experts are summed apart, and which experts are shadowed depends on the load; "
+                "clear layer.expert_parallel.shadows"
             )
         return None
 
@@ -226,10 +232,10 @@ class ExpertParallel(ExpertPlacement):
         """Ends of the chunks of a rank's experts in the next forward."""
         return self._route.chunk_ends
 
-    def carry_by(self, name: str, kind: Callable[..., Exchange]) -> None:
+    def carry_by(self, name: str, make: Callable[..., Exchange]) -> None:
         """Let an exchange of another library, under a name of its own, carry the tokens in one chunk."""
         self.exchange = name
-        self._route = _Route(name, kind, [self.num_local_experts])
+        self._route = _Route(name, make, [self.num_local_experts])
         self.layout = f"{self.layout} by {name}"  # which the ranks compare before the first rows
 
     def choose_route(self, max_chunks: int, step: Step | None = None) -> _Route:
@@ -249,11 +255,11 @@ class ExpertParallel(ExpertPlacement):
 
     def _route_of(self, step: Step | None) -> _Route:
         if step is not None and step.is_traced:
-            return _Route(self._route.exchange, self._route.kind, [self.num_local_experts])
+            return _Route(self._route.exchange, self._route.make, [self.num_local_experts])
         forward = None if step is None else step.forward
         if forward is None:
             return self._route
-        # A checkpoint's repetition takes the route of the first time, though "auto" has chosen another since.
+        # Activation checkpointing repeats a forward by its first route, even if "auto" has chosen another since.
         if forward.way is None:
             forward.way = self._route
         return forward.way
@@ -264,12 +270,12 @@ class ExpertParallel(ExpertPlacement):
         """Start sending tokens to their experts; see fmoe_ext.dispatch.dispatch()."""
         if step is None:
             step = Step(Batch(), None, False, is_counted(), torch.compiler.is_compiling())
-        # Ranks that were given different layers find out before the first rows; an operator of a graph checks it there.
+        # Before the first rows: ranks whose layers differ would wait for each other. A compiled graph checks by itself.
         if not step.is_traced and not self._is_checked:
             check_agreement(self.layout, self.group)
             self._is_checked = True
         route = self._route_of(step)
-        exchange: Exchange = route.kind(self, route.chunk_ends, x, topk_idx, topk_weights, step)
+        exchange: Exchange = route.make(self, route.chunk_ends, x, topk_idx, topk_weights, step)
         if self.tuner is not None and not step.is_traced:
             exchange.watch = self.tuner.watches[route.exchange]
             exchange.watch.begin(topk_idx.device)
@@ -280,7 +286,7 @@ class ExpertParallel(ExpertPlacement):
         return exchange
 
     def pop_load(self, everywhere: bool = False) -> list[int]:
-        """Sum the choices of each expert by all ranks of the group (or of the job) since the last call; collective."""
+        """Return each expert's load since the last call, over the group's ranks, or all if everywhere; collective."""
         group = dist.group.WORLD if everywhere else find_group(self.group)
         assert group is not None
         return self.load.pop(group)
@@ -292,10 +298,10 @@ def _even_ends(total: int, parts: int) -> list[int]:
 
 
 def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel: ExpertParallel) -> None:
-    """Bring rows of x [e, *], one an expert, from where the order `old` has them to where `new` does. Collective."""
+    """Move rows of x [e, *], one per expert, in place from the order `old` of all experts to `new`; collective."""
     num_local, rank = parallel.num_local_experts, parallel.rank
     place_before = {expert: place for place, expert in enumerate(old)}
-    # for each rank: my rows that it will hold, in its order; where its rows go here
+    # by rank: which of my rows go there, in the order that it expects; at which of my places its rows arrive
     sends: list[list[int]] = [[] for _ in range(parallel.size)]
     arrivals: list[list[int]] = [[] for _ in range(parallel.size)]
     for place, expert in enumerate(new):

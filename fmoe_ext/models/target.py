@@ -1,9 +1,12 @@
-"""Interface between fmoefy and the kinds of models.
+"""What fmoefy and a model kind tell each other: Options go in, Targets (with their DenseMLP) come out.
 
-A model kind is a module with KIND (its name in the report), LOOKED_FOR (its line in the error when nothing was found)
-and find(model, options) -> list of Target, empty if the model is none of its kind. fmoefy asks the kinds of a library
-once that library is imported. One may have after_replacing(model, kind, targets, layers, options) -> a sentence for the
-report; fmoefy calls it for every model.
+A model kind is a module that knows the MLPs of one library's models. It has
+    KIND                    its name in the report
+    LOOKED_FOR              its line in the error when nothing was found
+    find(model, options)    -> list of Target, empty if the model is not of this kind
+    after_replacing(model, kind, targets, layers, options)    -> a sentence for the report; optional, and called for
+                            every model, of whatever kind
+fmoefy asks a kind (fmoefy.LIBRARIES) once its library is imported, and plain.py last.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,18 +40,18 @@ class Options:
     moe_kwargs: Mapping[str, Any] = field(default_factory=dict)  # further arguments of FMoETransformerMLP
 
     def experts_of_rank(self, num_ranks: int) -> int | None:
-        """Experts of each of the ranks of a layer, None if neither number is given; ValueError for both."""
+        """Number of experts on each rank; None if neither option is given, ValueError for both or an uneven split."""
         if self.num_experts is None:
             return self.num_local_experts
         if self.num_local_experts is not None:
             raise ValueError(
                 f"num_experts={self.num_experts} (of all ranks) and num_local_experts={self.num_local_experts} (of "
-                "each) are one argument: give num_experts"
+                "each rank) say the same thing: give num_experts only"
             )
         if self.num_experts % num_ranks:
             raise ValueError(
-                f"num_experts={self.num_experts} is the number of experts of all ranks, which the {num_ranks} ranks "
-                "must divide"
+                f"num_experts={self.num_experts} is the number of experts of all ranks together: it must be a multiple "
+                f"of the {num_ranks} ranks"
             )
         return self.num_experts // num_ranks
 
@@ -57,19 +60,19 @@ class Options:
 class DenseMLP:
     """The MLP that is replaced: y = act(x @ w1^T + b1) @ w2^T + b2.
 
-    Weights are detached, maybe views of the model's own. w1 and w2 are None where they cannot be read; d_model,
-    d_hidden and activation may then be None: the user has to give them.
+    Weights are detached and may share the model's memory. Where they cannot be read, w1 and w2 are None; d_model,
+    d_hidden and activation may be None too, and the user has to give them.
     """
 
     d_model: int | None
     d_hidden: int | None
     activation: str | Callable[..., Any] | None  # what FMoETransformerMLP takes, gated ones by name
-    w1: Tensor | tuple[Tensor, Tensor] | None = (
-        None  # [H1, d_model], H1 = 2 * d_hidden if gated; or (gate, up)
-    )
+    # [H1, d_model], H1 = 2 * d_hidden if gated, gate rows first; or (gate, up), each [d_hidden, d_model]
+    w1: Tensor | tuple[Tensor, Tensor] | None = None
     b1: Tensor | None = None  # [H1], gate before up
     w2: Tensor | None = None  # [d_model, d_hidden]
     b2: Tensor | None = None  # [d_model]
+    # set beside weights where only the activation is unknown and the user's stands in for it
     why_unreadable: str = ""
 
     @property
@@ -90,8 +93,8 @@ class Target:
     """One MLP of a model and how to put an MoE layer in its place: parent.<attribute> = wrap(moe), then finish().
 
     moe_kwargs: arguments of FMoETransformerMLP that the kind wants (num_expert, top_k, gate, world_size, moe_group,
-    ...) unless the user says otherwise. is_candidate: found by its structure alone, so that it stays dense, and the
-    report says why, if it turns out to be unreadable.
+    ...) unless the user says otherwise. is_candidate: found by its structure, not by its class; if it cannot be
+    read, it stays dense and the report says why.
     """
 
     path: str  # dotted name in the model, for the report
@@ -101,7 +104,7 @@ class Target:
     # gives the MoE layer the calling convention that the model expects
     wrap: Callable[[Any], nn.Module] = field(default=lambda moe: moe)
     finish: Callable[[], None] = field(default=lambda: None)  # called once the layer is there
-    # number of the layer in the whole model, where this process has only some; else layers= counts the targets
+    # the layer's number in the whole model, where this process has a part (pipeline); None: layers= counts targets
     layer_index: int | None = None
     num_layers: int | None = None  # of the whole model
     moe_kwargs: Mapping[str, Any] = field(default_factory=dict)
@@ -111,7 +114,10 @@ class Target:
 
 
 def whole(dense: DenseMLP, gated: bool, group: Any) -> DenseMLP:
-    """The DenseMLP of all tensor-parallel ranks of the group, from the rows of w1 and columns of w2 that are here."""
+    """Gather an MLP that tensor parallelism has cut: rows of w1 and b1, columns of w2. A collective call.
+
+    d_model and d_hidden are those of the whole MLP already, and every rank has all of b2.
+    """
     if dist.get_world_size(group) == 1:
         return dense
     return replace(

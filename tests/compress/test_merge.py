@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import measure, prune
-from fmoe_ext.compress.choose import best_merged, similarities
+from fmoe_ext.compress.choose import best, best_merged, similarities
 from tests.compress import planted
 from tests.finetune.streamed_models import resident, save
 from tests.formats.format_models import without_float32
@@ -67,6 +67,16 @@ def test_most_similar_experts_go_first_and_others_by_score():
     assert best_merged(scores, count, cosine, 3, 0.9)[2] == {2: 0.5, 3: 0.5}
     assert list(best_merged(scores, count, cosine, 2, 0.9)) == [0, 2]
     assert list(best_merged(scores, count, cosine, 2, 0.999)) == [0, 1]
+
+
+def test_first_of_equal_scores_stays():
+    """The last ones stayed where no pair was similar, against best() and the pairs."""
+    scores, count, apart = (
+        torch.tensor([0.0, 1, 0, 0], dtype=torch.float64),
+        torch.ones(4).long(),
+        torch.zeros(4, 4),
+    )
+    assert list(best_merged(scores, count, apart, 2, 0.9)) == best(scores, 2) == [0, 1]
 
 
 def test_similarity_is_the_cosine_over_all_projections():

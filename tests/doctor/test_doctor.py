@@ -128,3 +128,9 @@ def test_architecture_of_transformers_raises_known_alarms_only(name):
         pytest.skip(subject)
     report = doctor.check(subject)
     assert report.named() == ALARMS.get(name, set()), str(report)
+
+
+def test_line_of_a_violation_names_its_thread_if_there_is_one():
+    lines = [str(doctor.Finding(name, "layer", "wrong", "0")) for name in ("used", "top-k")]
+    assert lines[0].endswith(" layer: 0; call every layer, and add what it computes to the output")
+    assert lines[1].endswith(" layer: 0; see MoLE#7; read the number of experts of a token from the option")

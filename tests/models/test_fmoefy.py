@@ -86,7 +86,7 @@ def test_fastmoe_arguments(model):
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (dict(num_experts=4, num_local_experts=2), "num_local_experts=2 (of each) are one argument"),
+        (dict(num_experts=4, num_local_experts=2), "num_local_experts=2 (of each rank) say the same thing"),
         (dict(), "num_experts must be given"),
         (dict(num_experts=4, init="copy"), "init must be one of ('random', 'upcycle'), but got 'copy'"),
         (dict(num_experts=4, split=0, init="upcycle"), "split must be at least 1, but got 0"),

@@ -106,7 +106,7 @@ print(error_of(lambda: exchange(communicator)))
 """,
     )
     assert said[0] == said[1]
-    assert "the exchange (ncclSend, ncclRecv) on rank 0 of 2 took more than 3" in said[0]
+    assert "the exchange (ncclSend, ncclRecv) on rank 0 of 2 took more than 3 s: a rank has ended" in said[0]
     assert "a rank has ended or did not reach this call" in said[0]
 
 

@@ -6,7 +6,7 @@ from torch import nn
 
 from fmoe_ext.remote import Training, register_expert_class
 from fmoe_ext.remote.expert_classes import find_expert_class
-from fmoe_ext.remote.schema import is_finite
+from fmoe_ext.remote.schema import SchemaError, is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
 from fmoe_ext.remote.server.host import Answer, ExpertHost
 from fmoe_ext.remote.server.ledger import MAX_REMEMBERED_IDS
@@ -66,6 +66,32 @@ def test_experts_together_and_alone_are_the_same_to_the_last_bit(rows):
             assert isinstance(a, Answer), a
             assert torch.equal(a.tensors[0], b.tensors[0])
     assert [together.digest(uid) for uid in UIDS] == [alone.digest(uid) for uid in UIDS]
+
+
+def test_update_that_fails_unforeseen_leaves_the_others_of_its_round_alone(monkeypatch):
+    """The whole round was run again, and its other experts were stepped twice."""
+    host, results = host_of(UIDS[:2]), ([], [])
+    jobs = [job(uid, 3, n, results=results[n]) for n, uid in enumerate(UIDS[:2])]
+    for each in jobs:
+        each.request_id = ""  # the ledger knows no repetition
+
+    def fail(*_):
+        raise RuntimeError("no memory")
+
+    monkeypatch.setattr(host.find("expert.1"), "step", fail)
+    host.run(jobs)
+    assert [answer.version for answer in results[0]] == [1]
+    assert host.find("expert.0").version == 1
+    assert [str(error) for error in results[1]] == ["no memory"]
+
+
+def test_gradient_that_is_refused_among_others_is_counted_once():
+    host, results = host_of(UIDS[:1]), ([], [])
+    bad, good = (job("expert.0", 3, n, results=results[n]) for n in range(2))
+    bad.grad[0, 0] = torch.nan
+    host.run([bad, good])
+    assert isinstance(results[0][0], SchemaError) and results[1][0].version == 1
+    assert host.find("expert.0").num_refused == 1
 
 
 def test_growing_keeps_weights_and_optimizers():

@@ -1,14 +1,17 @@
 """Messages: what is written is read back, by us and by safetensors; nothing that lies is believed."""
 
+import asyncio
 import json
 import random
 import struct
+import types
 
 import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, Refused, RemoteExpert, Settings, Training, loop
+from fmoe_ext.remote import CallTimeout, Client, Refused, RemoteExpert, Settings, Training, loop
+from fmoe_ext.remote.client import caller
 from fmoe_ext.remote.server.fair_queue import FairQueue, Job
 from fmoe_ext.remote.wire import (
     DTYPES,
@@ -216,8 +219,24 @@ def test_state_larger_than_a_message_travels_in_parts(ends, serve):
     assert state.meta["version"] == "1"
     assert server.metrics.count("calls_total", method="state", code="OK") == 1
     small = ends(Client(settings=Settings(max_state_bytes=1000)))
-    with pytest.raises(Refused, match="sends more than 1000 bytes"):
+    with pytest.raises(Refused, match="sent more than the 1000 bytes that are accepted"):
         loop.run(small.state(expert.handle, server.endpoint, 60), 12)
+
+
+def test_copy_that_stops_names_what_came_and_the_time_it_waited(monkeypatch):
+    """The error named the timeout of the whole copy, which had not passed."""
+    parts = [b"abc"]
+
+    async def read():
+        return parts.pop() if parts else await asyncio.Event().wait()
+
+    stream = types.SimpleNamespace(read=read)
+    channel = types.SimpleNamespace(unary_stream=lambda method: lambda data, **options: stream)
+    ours = caller.Caller()
+    monkeypatch.setattr(caller, "PART_SECONDS", 0.05)
+    monkeypatch.setattr(ours, "_channel", lambda endpoint: channel)
+    with pytest.raises(CallTimeout, match=r"h:1 stopped after 3 bytes: no more came within 0\.05 s"):
+        asyncio.run(ours.download("h:1", "/state", b"", 60.0))
 
 
 @pytest.mark.parametrize("num_inputs", [1, 3])

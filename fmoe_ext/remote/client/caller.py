@@ -11,14 +11,14 @@ from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.wire import WHOLE, Limits, Message, WireError, decode
 
 Code = grpc.StatusCode
-PART_SECONDS = 30.0  # for the next part of an answer in parts
+PART_SECONDS = 30.0  # that download() waits for each part of an answer, the first one included
 _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 
 
 class Caller:
-    """Channels to any number of servers, made when needed; used on the shared loop.
+    """Channels to any number of servers, made when needed; its methods run on one event loop.
 
-    Long messages go in parts, which the server reads when it has room for all of them.
+    Messages of more than PART_BYTES go in parts: the server takes the first one when it has memory for all of them.
     """
 
     def __init__(self, credentials: Credentials | None = None, limits: Limits | None = None):
@@ -28,7 +28,7 @@ class Caller:
         self._takes_no_parts: set[str] = set()  # endpoints of servers of earlier releases
 
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
-        """The answer to data; RemoteError, always within timeout seconds."""
+        """Send data to a method of a server -> its answer; RemoteError, after `timeout` seconds at the latest."""
 
         async def read() -> Message:
             channel, metadata = self._channel(endpoint), self._metadata(data)
@@ -36,22 +36,23 @@ class Caller:
                 stream = channel.stream_stream(method + protocol.IN_PARTS)(timeout=timeout, metadata=metadata)
                 whole = bytearray()
                 try:
-                    # The first words of a server that has room; without them the call is over, and reading says why.
+                    # The server first sends ROOM, once it has memory for all of data. Without it the call has failed,
+                    # and the reading below raises the reason.
                     if protocol.ROOM in dict(await stream.initial_metadata()):
                         for begin in range(0, len(data), protocol.PART_BYTES):
                             await stream.write(data[begin : begin + protocol.PART_BYTES])
                         await stream.done_writing()
                     async for part in stream:
                         whole += part
-                        if len(whole) > self.limits.max_message_bytes:
-                            text = f"{endpoint} sends more than {self.limits.max_message_bytes} bytes"
+                        if len(whole) > (most := self.limits.max_message_bytes):
+                            text = f"{endpoint} sent more than the {most} bytes that are accepted"
                             raise errors.Refused(text)
                     return decode(whole, self.limits)
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not Code.UNIMPLEMENTED:
                         raise
                     self._takes_no_parts.add(endpoint)
-                except asyncio.InvalidStateError:  # of write(): the call is over
+                except asyncio.InvalidStateError:  # write() raises it if the server has ended the call
                     text = f"{endpoint} ended the call before it had all of it"
                     raise errors.ExpertGone(text) from None
                 finally:
@@ -70,16 +71,25 @@ class Caller:
         timeout: float,
         max_bytes: int = WHOLE.max_message_bytes,
     ) -> Message:
-        """The answer to data that comes in parts, of max_bytes at most; RemoteError, always within timeout seconds."""
+        """call() for an answer that comes in parts, of at most max_bytes together."""
 
         async def read() -> Message:
             send = self._channel(endpoint).unary_stream(method)
             stream = send(data, timeout=timeout, metadata=self._metadata(data))
             whole = bytearray()
-            while (part := await asyncio.wait_for(stream.read(), PART_SECONDS)) is not grpc.aio.EOF:
+            while True:
+                try:
+                    part = await asyncio.wait_for(stream.read(), PART_SECONDS)
+                except asyncio.TimeoutError:
+                    text = (
+                        f"{endpoint} stopped after {len(whole)} bytes: no more came within {PART_SECONDS:g} s"
+                    )
+                    raise errors.CallTimeout(text) from None
+                if part is grpc.aio.EOF:
+                    break
                 whole += part
                 if len(whole) > max_bytes:
-                    raise errors.Refused(f"{endpoint} sends more than {max_bytes} bytes")
+                    raise errors.Refused(f"{endpoint} sent more than the {max_bytes} bytes that are accepted")
             return decode(whole, WHOLE)
 
         return await self._within(endpoint, timeout, read)
@@ -88,11 +98,11 @@ class Caller:
         return (*self.credentials.metadata(), (protocol.BYTES, str(len(data))))
 
     async def _within(self, endpoint: str, timeout: float, work: Callable[[], Awaitable[Message]]) -> Message:
-        """Return the result of work; every failure is a RemoteError."""
+        """Return the result of work; failures of grpc, of time and of decoding are raised as RemoteError."""
         if timeout <= 0:
             raise errors.CallTimeout(f"no time was left to call {endpoint}")
         try:
-            # grpc ends calls at the deadline by itself; the margin is for the case that it does not
+            # grpc ends a call at its deadline by itself, with a better error; 0.1 s later we do, should it hang
             return await asyncio.wait_for(work(), timeout + 0.1)
         except errors.RemoteError:
             raise
@@ -124,6 +134,7 @@ class Caller:
 
 
 def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> errors.RemoteError:
+    """The error of fmoe_ext.remote for one of grpc: what the caller can do about it decides."""
     code, details = error.code(), error.details() or ""
     text = f"{endpoint}: {details[:500]}"
     if code is Code.DEADLINE_EXCEEDED:
@@ -133,8 +144,11 @@ def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> er
     if code is Code.RESOURCE_EXHAUSTED:
         return errors.Busy(text)
     if code is Code.UNAVAILABLE:
-        # grpc takes a proxy from the environment without a word, and it may not reach a server that is near
+        # grpc silently uses the environment's proxy, which often cannot reach a server of the same network
         host, proxies = endpoint.rpartition(":")[0], urllib.request.getproxies()
         if {"grpc", "https", "http"} & proxies.keys() and not urllib.request.proxy_bypass(host):
-            text += f" (calls go to the proxy of grpc_proxy, https_proxy or http_proxy; no_proxy={host} leads past it)"
+            text += (
+                " (grpc_proxy, https_proxy or http_proxy sends it to a proxy; "
+                f"set no_proxy={host} to call the server itself)"
+            )
     return errors.ExpertGone(text) if code in _GONE else errors.Refused(f"{text} ({code.name})")

@@ -1,8 +1,9 @@
-"""ExpertHost: the experts of a server, batches through them and updates of them. For the computing thread alone.
+"""ExpertHost: the experts of a server; it computes batches with them and updates them. For the computing thread.
 
-A batch becomes *rounds* in which every expert has rows of one shape; a round is one product over all its experts. A
-backward steps each expert once for all gradients that came together: this is an *update*, it gets the next version, and
-its senders are answered when `when_committed` says so. Replicas repeat the update and get the same bits.
+A batch is cut into *rounds*: in a round all rows of an expert have one shape, so that all its experts are one product.
+A backward steps each expert once, for all gradients of the round together: an *update*, which gives the next version.
+Senders are answered when `when_committed` calls back: at once, or with replicas when enough have the update. Replicas
+repeat an update and get the same bits.
 """
 
 import functools
@@ -24,11 +25,11 @@ from fmoe_ext.remote.expert_classes import (
 )
 from fmoe_ext.remote.schema import SchemaError
 from fmoe_ext.remote.server.fair_queue import Job
-from fmoe_ext.remote.server.ledger import Ledger, NotLeader, ReplyCache, Request, Update
+from fmoe_ext.remote.server.ledger import Ledger, ReplyCache, Request, Update
 from fmoe_ext.remote.server.options import STATE_NAMES, Training
 from fmoe_ext.remote.wire import bytes_of
 
-DIGEST_EVERY = 50  # updates of an expert with replicas
+DIGEST_EVERY = 50  # updates of a replicated expert: then followers compare their weights with the leader's
 
 
 class ExpertMissing(Exception):
@@ -64,11 +65,13 @@ class Hosted:
     def step(
         self, views: dict[str, torch.Tensor], grads: dict[str, torch.Tensor], training: Training
     ) -> None:
-        """One step of the optimizer on parameters; SchemaError, and no step, if the gradient is not finite."""
+        """Clip the gradient, set the learning rate and step. views: the parameters by name; grads: for some of them.
+
+        SchemaError, the client's fault, and no step if the gradient is not finite.
+        """
         norms = [torch.linalg.vector_norm(g.float()) for g in grads.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
         if not norm < float("inf"):
-            self.num_refused += 1
             text = f"the gradient of {self.uid}'s weights holds NaN or infinity: no update was made"
             raise SchemaError(text)
         self.grad_norm = norm
@@ -93,6 +96,7 @@ class Answer:
 
 Finish: TypeAlias = "Callable[[], None]"
 Fail: TypeAlias = "Callable[[Exception], None]"
+# of an update: (uid, version, finish, fail)
 WhenCommitted: TypeAlias = "Callable[[str, int, Finish, Fail], None]"
 
 
@@ -110,10 +114,10 @@ class ExpertHost:
     ):
         self.expert_class, self.hidden_dim, self.seed = expert_class, hidden_dim, seed
         self.training = training or Training()
-        self.training.make_optimizer([torch.zeros(1, device="cpu")])  # refuses an unknown one now
+        # raises here if the optimizer is unknown, not at the first expert
+        self.training.make_optimizer([torch.zeros(1, device="cpu")])
         self.experts: dict[str, Hosted] = {}
-        # (uid, version, finish, fail): calls finish() once the update may be answered, otherwise fail(); without
-        # replicas nobody else has to know of an update before its senders do
+        # calls finish() once the update may be answered, or fail(); without replicas that is at once
         self.when_committed: WhenCommitted = lambda uid, version, finish, fail: finish()
         self.is_replicated = False  # set before the first expert: steps need a leader
         self.may_step: Callable[[str], None] = lambda uid: None  # raises to refuse a gradient
@@ -132,7 +136,7 @@ class ExpertHost:
             first, self._num_places = self._num_places, self._num_places + missing
             self._stack.resize(self._num_places)
             self._free += range(first, self._num_places)
-            # all views of parameters are new ones: each optimizer begins on its own with what it has gathered
+            # resize() has moved all parameters: each expert gets an optimizer on the new views, with its old state
             for expert in self.experts.values():
                 if (old := expert.optimizer) is not None:
                     expert.optimizer = self.training.make_optimizer(self._stack.views(expert.place).values())
@@ -183,9 +187,10 @@ class ExpertHost:
     # ---------------------------------------------------------------- batches
 
     def run(self, batch: Sequence[Job]) -> None:
-        """Answers every job of a batch; one that fails does so alone."""
+        """Answers every job of a batch. A round that fails is run again job by job, so that only the bad ones fail."""
         work = self._backward if batch[0].is_backward else self._forward
-        rounds: list[tuple[dict[str, list[torch.Size]], list[Job]]] = []  # (shapes of a row by uid, jobs)
+        # (by uid: the shapes of a row; jobs); a job joins the first round where its expert has its shapes, or none yet
+        rounds: list[tuple[dict[str, list[torch.Size]], list[Job]]] = []
         for job in batch:
             shapes = [x.shape[1:] for x in job.inputs]
             for seen, jobs in rounds:
@@ -203,97 +208,6 @@ class ExpertHost:
                 else:
                     for job in jobs:
                         self.run([job])
-
-    def _forward(self, jobs: Sequence[Job]) -> None:
-        by_expert = self._by_expert(jobs)
-        outputs = self._stack.forward([_part(expert, group) for expert, group in by_expert])
-        for (expert, group), rows in zip(by_expert, outputs, strict=True):
-            expert.num_rows += rows.shape[0]
-            for job, y in zip(group, rows.split([job.num_rows for job in group]), strict=True):
-                job.done(Answer((y,), expert.version))
-
-    def _backward(self, jobs: Sequence[Job]) -> None:
-        first: dict[tuple[str, str], Job] = {}
-        fresh = []
-        for job in jobs:
-            if self._answer_repeated(job):
-                continue
-            known = first.setdefault((job.uid, job.request_id), job) if job.request_id else job
-            if known is job:
-                fresh.append(job)
-            else:  # the same request twice in this batch: the second one gets the answer of the first
-                known.done = functools.partial(_tell, (known.done, job.done))
-        by_expert = self._by_expert(fresh)
-        if not by_expert:
-            return
-        gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
-        for (expert, group), grads in zip(by_expert, gradients, strict=True):
-            self._update(expert, group, grads)
-
-    def _update(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
-        """One step of one expert, for all gradients that came together."""
-        ledger, tell = expert.ledger, functools.partial(_tell, [job.done for job in group])
-        try:
-            with ledger.lock:  # who may step is decided together with the step, or the log would not have it
-                ledger.check_open(expert.uid)
-                expert.step(self._stack.views(expert.place), grads.parameters, self.training)
-                requests = [Request(j.request_id, j.inputs, j.grad) for j in group if j.grad is not None]
-                has_digest = ledger.is_replicated and (ledger.version + 1) % DIGEST_EVERY == 0
-                digest = self.digest(expert.uid) if has_digest else ""
-                update = ledger.append(expert.uid, requests, digest)
-        except NotLeader as error:
-            tell(error)
-            return
-        except SchemaError as error:
-            if len(group) > 1:  # which of them it was shows when each goes alone
-                for job in group:
-                    self.run([job])
-            else:
-                group[0].done(error)
-            return
-        answers = self._remember(expert, update, grads)
-
-        def finish() -> None:
-            for job, answer in zip(group, answers, strict=True):
-                job.done(answer)
-
-        self.when_committed(expert.uid, update.end.version, finish, tell)
-
-    def _answer_repeated(self, job: Job) -> bool:
-        """Answers a job that was applied before, or that may not be; False if it is a new one."""
-        try:
-            expert = self.find(job.uid)
-            self.may_step(job.uid)
-            version = expert.ledger.applied.get(job.request_id) if job.request_id else None
-            behind = 0 if job.seen_version is None else expert.version - job.seen_version
-            bound = self.training.max_staleness
-            if version is None and bound is not None and behind > bound:
-                text = f"{job.uid} made {behind} updates since that forward, {bound} are allowed"
-                raise StaleGradient(text)
-        except Exception as error:
-            job.done(error)
-            return True
-        if version is None:
-            return False
-        tensors = self._replies.get(expert.uid, job.request_id)
-        if tensors is None:  # forgotten: the gradient by the weights of now, without an update
-            (grads,) = self._stack.backward([_part(expert, [job])])
-            tensors = _given(grads.inputs)
-        answer = Answer(tensors, version)
-        self.when_committed(job.uid, version, lambda: job.done(answer), job.done)
-        return True
-
-    def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
-        """The answer of each request of an update, which is kept for when it comes again."""
-        sizes = [request.grad.shape[0] for request in update.requests]
-        given = [d.split(sizes) for d in _given(grads.inputs)]
-        answers = []
-        for n, request in enumerate(update.requests):
-            tensors = tuple(parts[n] for parts in given)  # () for integer inputs
-            answers.append(Answer(tensors, update.end.version))
-            if request.request_id:
-                self._replies.put(expert.uid, request.request_id, tensors)
-        return answers
 
     def apply(self, update: Update) -> None:
         """Repeats an update that another replica made; ValueError if it is not the next one."""
@@ -314,6 +228,99 @@ class ExpertHost:
             groups.setdefault(job.uid, []).append(job)
         return sorted(((self.find(uid), group) for uid, group in groups.items()), key=lambda g: g[0].place)
 
+    def _forward(self, jobs: Sequence[Job]) -> None:
+        by_expert = self._by_expert(jobs)
+        outputs = self._stack.forward([_part(expert, group) for expert, group in by_expert])
+        for (expert, group), rows in zip(by_expert, outputs, strict=True):
+            expert.num_rows += rows.shape[0]
+            for job, y in zip(group, rows.split([job.num_rows for job in group]), strict=True):
+                job.done(Answer((y,), expert.version))
+
+    def _backward(self, jobs: Sequence[Job]) -> None:
+        first: dict[tuple[str, str], Job] = {}
+        fresh = []
+        for job in jobs:
+            if self._answer_without_update(job):
+                continue
+            known = first.setdefault((job.uid, job.request_id), job) if job.request_id else job
+            if known is job:
+                fresh.append(job)
+            else:  # the same request twice in this batch: the second one gets the answer of the first
+                known.done = functools.partial(_tell, (known.done, job.done))
+        by_expert = self._by_expert(fresh)
+        if not by_expert:
+            return
+        gradients = self._stack.backward([_part(expert, group) for expert, group in by_expert])
+        for (expert, group), grads in zip(by_expert, gradients, strict=True):
+            self._update(expert, group, grads)
+
+    def _update(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
+        """One step of one expert, for all gradients that came together."""
+        ledger, tell = expert.ledger, functools.partial(_tell, [job.done for job in group])
+        try:
+            with ledger.lock:  # or the lead could be lost between the step and its entry in the log
+                ledger.check_open(expert.uid)
+                expert.step(self._stack.views(expert.place), grads.parameters, self.training)
+                requests = [Request(j.request_id, j.inputs, j.grad) for j in group if j.grad is not None]
+                has_digest = ledger.is_replicated and (ledger.version + 1) % DIGEST_EVERY == 0
+                digest = self.digest(expert.uid) if has_digest else ""
+                update = ledger.append(expert.uid, requests, digest)
+        except SchemaError as error:
+            if len(group) > 1:  # each alone shows which gradient is not finite
+                for job in group:
+                    self.run([job])
+            else:
+                expert.num_refused += 1
+                group[0].done(error)
+            return
+        except Exception as error:  # NotLeader, or unforeseen: run() would step the others of the round again
+            tell(error)
+            return
+        answers = self._remember(expert, update, grads)
+
+        def finish() -> None:
+            for job, answer in zip(group, answers, strict=True):
+                job.done(answer)
+
+        self.when_committed(expert.uid, update.end.version, finish, tell)
+
+    def _answer_without_update(self, job: Job) -> bool:
+        """Answers a gradient that was applied before, or is refused; False if it is new and to be applied."""
+        try:
+            expert = self.find(job.uid)
+            self.may_step(job.uid)
+            version = expert.ledger.applied.get(job.request_id) if job.request_id else None
+            behind = 0 if job.seen_version is None else expert.version - job.seen_version
+            bound = self.training.max_staleness
+            if version is None and bound is not None and behind > bound:
+                text = f"{job.uid} has made {behind} updates since the forward of this gradient; "
+                text += f"max_staleness allows {bound}"
+                raise StaleGradient(text)
+        except Exception as error:
+            job.done(error)
+            return True
+        if version is None:
+            return False
+        tensors = self._replies.get(expert.uid, job.request_id)
+        if tensors is None:  # no longer kept: computed anew with the present weights, without an update
+            (grads,) = self._stack.backward([_part(expert, [job])])
+            tensors = _given(grads.inputs)
+        answer = Answer(tensors, version)
+        self.when_committed(job.uid, version, lambda: job.done(answer), job.done)
+        return True
+
+    def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
+        """The answer of each request of an update, which is kept for when it comes again."""
+        sizes = [request.grad.shape[0] for request in update.requests]
+        given = [d.split(sizes) for d in _given(grads.inputs)]
+        answers = []
+        for n, request in enumerate(update.requests):
+            tensors = tuple(parts[n] for parts in given)  # () for integer inputs
+            answers.append(Answer(tensors, update.end.version))
+            if request.request_id:
+                self._replies.put(expert.uid, request.request_id, tensors)
+        return answers
+
 
 def _tell(several: Sequence[Callable[[object], None]], result: object) -> None:
     for done in several:
@@ -321,7 +328,7 @@ def _tell(several: Sequence[Callable[[object], None]], result: object) -> None:
 
 
 def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:
-    """The rows of all jobs, one behind the other."""
+    """One Part with the rows of all jobs of an expert, in their order."""
     if len(jobs) == 1:
         return Part(expert.place, jobs[0].inputs, jobs[0].grad)
     inputs = tuple(torch.cat(parts) for parts in zip(*(job.inputs for job in jobs), strict=True))

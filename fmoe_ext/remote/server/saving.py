@@ -1,4 +1,7 @@
-"""Saver: writes each expert by itself, counts and shows what cannot be written, and reads again what was written."""
+"""Saver: writes changed experts to disk after each period, and reads all files again now and then to find damage.
+
+What cannot be written is counted and shown (failures), and tried again after the next period.
+"""
 
 import asyncio
 import contextlib
@@ -18,11 +21,11 @@ from fmoe_ext.remote.wire import Message
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote")
 CHECK_SECONDS = 600.0  # between two readings of all checkpoints
-PATIENCE = 60.0  # seconds that a server which ends waits for the disk to take one expert
+PATIENCE = 60.0  # seconds that a server, when it shuts down, gives the disk for each expert
 
 
 class Saver:
-    """Keeps the experts of a server on a disk, which may be slow, full or broken."""
+    """Keeps the experts of a server on a disk, which may be slow, full or broken: its calls are on other threads."""
 
     def __init__(
         self,
@@ -35,8 +38,8 @@ class Saver:
         self.saved: dict[str, End] = {}  # uid: the end on disk
         self.failures: dict[str, str] = {}  # uid: why the last attempt failed
         self.damaged: list[str] = []  # files put aside
-        self.late = 0.0  # seconds that a save had taken when that was logged last; 0.0 after one in time
-        self.is_stuck = False  # the disk did not answer in time when the server ended
+        self.late = 0.0  # seconds that a save had taken when that was last logged; 0.0 once one took less than a period
+        self.is_stuck = False  # the last save gave up: one expert took the disk more than `patience` seconds
         self.checked_at = 0.0  # time.time() at which all files had been read
         self._writing = ""  # uid
         self._turn = asyncio.Lock()
@@ -58,15 +61,15 @@ class Saver:
         return states, damaged
 
     async def set_aside(self, uid: str, error: Damaged) -> None:
-        """Keeps a damaged file under another name; raises its error if it cannot be renamed."""
+        """Renames a damaged file, to keep it; raises `error` and renames nothing if it is whole when read again."""
         name = await self._call(self.checkpoints.set_aside, uid)
         if name is None:
             raise error
         self.saved.pop(uid, None)
         self.damaged.append(name)
         self.metrics.add("checkpoints_damaged_total")
-        version = "which cannot be read" if error.version is None else f"which is {error.version}"
-        log.error("%s: %s; it is kept as %s. It had a version of the expert, %s", uid, error, name, version)
+        version = "a version that cannot be read" if error.version is None else f"version {error.version}"
+        log.error("%s: %s; the file is kept as %s. It held %s of the expert", uid, error, name, version)
 
     async def check_at_rest(self, bytes_per_second: float) -> None:
         """Reads every file once, at a bounded rate; a damaged one is put aside and written anew."""
@@ -76,7 +79,7 @@ class Saver:
                 while count := await self._call(next, steps, 0):
                     await asyncio.sleep(count / bytes_per_second)
             except Damaged as error:
-                with contextlib.suppress(Damaged):
+                with contextlib.suppress(Damaged):  # whole at the second reading
                     await self.set_aside(uid, error)
                     await self.save()
         self.checked_at = time.time()
@@ -95,17 +98,19 @@ class Saver:
         """Saves after each period, for ever; a save that takes longer than a period is logged."""
 
         async def say_late(begin: float) -> None:
+            # logged after one period, then at each doubling, so that a disk which hangs for a day does not fill the log
+            seconds = period
             while True:
-                # twice as late each time, so that a disk which hangs for a day does not fill the log
-                await asyncio.sleep(max(period, 2 * self.late) - (time.monotonic() - begin))
+                await asyncio.sleep(begin + seconds - time.monotonic())
                 self.late = time.monotonic() - begin
+                seconds = 2 * self.late
                 text = "the checkpoint of %s is late: this save has taken %.1f s, --checkpoint_period is %g s"
                 log.warning(text, self._writing, self.late, period)
 
         while True:
             await asyncio.sleep(period)
             begin = time.monotonic()
-            # beside the save: a disk that hangs never returns to us
+            # a task of its own: a save on a disk that hangs never returns, so it cannot log that
             watch = asyncio.create_task(say_late(begin))
             try:
                 await self.save()
@@ -117,15 +122,15 @@ class Saver:
                 self.late = 0.0
 
     async def save(self, patience: float | None = None) -> dict[str, str]:
-        """Writes every expert that has changed since it was written -> why others could not be, by uid.
+        """Writes every expert that has changed since it was last written -> {uid: why it could not be written}.
 
         patience: seconds for one expert; the disk is not tried again after one that takes longer.
         """
         async with self._turn:
-            # one after the other: a disk that is slow for one must not have to hold the copies of all
+            # one after the other: while the disk is slow, only one expert's copy is in memory
             for uid, expert in list(self.host.experts.items()):
                 if expert.ledger.broken:
-                    continue  # its file is better than its weights
+                    continue  # its weights cannot be trusted: the file keeps the last good ones
                 if self.saved.get(uid) == end_of_weights(expert.ledger):
                     self.failures.pop(uid, None)
                     continue
@@ -136,14 +141,15 @@ class Saver:
     async def _save(self, uid: str, patience: float | None = None) -> None:
         self._writing = uid
         try:
-            state = await self.read_state(uid)
-            if self.is_stuck:
+            if self.is_stuck:  # at an earlier expert of this last save: a thread still waits for the disk
                 raise TimeoutError
+            state = await self.read_state(uid)
             await asyncio.wait_for(self._call(self.checkpoints.save, state), patience)
         except ExpertMissing:
             return  # it is hosted no more
         except Exception as error:  # the next expert is written even if this one cannot be
-            self.is_stuck = patience is not None and isinstance(error, (TimeoutError, asyncio.TimeoutError))
+            timeouts = TimeoutError, asyncio.TimeoutError  # two classes before Python 3.11
+            self.is_stuck = patience is not None and isinstance(error, timeouts)
             why = f"the disk did not answer within {patience:g} s" if self.is_stuck else f"{error}"
             self.metrics.add("checkpoint_failures_total")
             self.failures[uid] = why
@@ -153,10 +159,10 @@ class Saver:
             self.failures.pop(uid, None)
 
     async def end(self, save: bool) -> None:
-        """Gives the folder free, with save after a last save of what has changed."""
+        """Releases the folder's lock; if `save`, what has changed is saved first, with PATIENCE."""
         if save:
             await self.save(PATIENCE)
-        if not self.is_stuck:  # else the lock of the folder ends with the process
+        if not self.is_stuck:  # else a thread still writes there: the lock ends with the process
             await asyncio.to_thread(self.checkpoints.end)
 
     def describe_unsaved(self) -> str:
