@@ -1,4 +1,4 @@
-"""What fmoefy and a model kind tell each other: Options go in, Targets (with their DenseMLP) come out.
+"""Interface of fmoefy and a model kind: Options go in, Targets (with their DenseMLP) come out.
 
 A model kind is a module that knows the MLPs of one library's models. It has
     KIND                    its name in the report
