@@ -252,7 +252,7 @@ def finds_nodes():
     assert list(static.tuner.watches) == ["choice", "token"]
     with ranks_per_node(2):
         layer = make(8, 4, exchange="node", both={"gate": SoftmaxGate})
-    with batch_invariant(), pytest.raises(RuntimeError, match="exchange='node' sums the results"):
+    with batch_invariant(), pytest.raises(RuntimeError, match="exchange='node' adds up"):
         layer(inputs())
 
 

@@ -190,7 +190,7 @@ def rejects():
     ):
         make(exchange=["token", "choice"][dist.get_rank()])(inputs())
     layer = make(exchange="token", gate=SoftmaxGate)
-    with batch_invariant(), pytest.raises(RuntimeError, match="exchange='token' sums the results"):
+    with batch_invariant(), pytest.raises(RuntimeError, match="exchange='token' adds up"):
         layer(inputs())
     torch.manual_seed(0)
     bound = make(exchange="token", max_rows_per_rank=3, top_k=E)
