@@ -207,7 +207,7 @@ for rows, recv, sizes in (([3], [0, 128], [8, 4]), ([3, 0], [0], [8, 4]), ([3, 0
 
 
 def test_spins_before_it_sleeps(folder):
-    """The first look at an exchange is followed by a yield, which may take long on a busy machine; later ones by sleeps."""
+    """A yield, which may take long on a busy machine, follows the first look; sleeps follow later ones."""
     said = run(
         folder,
         """
