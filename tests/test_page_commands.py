@@ -23,6 +23,7 @@ COVERED = MappingProxyType(
         r"pip install .*(numpy|-e|\.) |pip install \. ": "tests/test_wheel.py",
         r"cd / && fmoe info": "tests/test_wheel.py",
         r"fmoe adapter merge adapter --base Qwen/Qwen3-30B-A3B|fmoe export merged": "tests/finetune/test_recipe.py",
+        r"fmoe export mixtral .* --text notes.txt": "tests/formats/test_export_calibrated.py",
         r"make finetune($| ARGS=.--limit)": "tests/finetune/test_example_finetune.py",
         r"make compress$": "tests/compress/test_example_compress.py",
         r"make grpo": "tests/huggingface/test_example_grpo.py",
@@ -61,6 +62,7 @@ EXCEPTED = MappingProxyType(
 BLOCKS = MappingProxyType(
     {
         ("fmoefy", "AutoModelForCausalLM.from_pretrained("): "downloads 60 GB",
+        ("formats", "mtp_loss=0.3"): "tests/formats/test_formats_mtp.py",
         ("README", "GPTModel(...)"): "tests/megatron_lm/test_megatron_core.py",
         ("fmoefy", "GPTModel(...)"): "tests/megatron_lm/test_megatron_core.py",
         ("from_deepspeed", "world_size=4"): "needs four processes",
