@@ -165,6 +165,15 @@ def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> 
 
     Raises CheckpointError for "grouped" with biases, which GroupedMLP has not, and for gates with more than a linear
     map and a bias for the selection.
+
+    >>> layer = fmoe_ext.FMoETransformerMLP(1, d_model=8, d_hidden=16, top_k=1, activation="swiglu", bias=False)
+    >>> theirs = to_megatron_core(torch.nn.ModuleDict({"mlp": layer}).state_dict())
+    >>> for name, tensor in theirs.items():
+    ...     print(name, tuple(tensor.shape))
+    mlp.router.weight (1, 8)
+    mlp.router.bias (1,)
+    mlp.experts.local_experts.0.linear_fc1.weight (32, 8)
+    mlp.experts.local_experts.0.linear_fc2.weight (8, 16)
     """
     if layout not in _LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(_LAYOUTS)}, but got {layout!r}")

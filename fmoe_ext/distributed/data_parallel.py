@@ -429,6 +429,14 @@ def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
     and load() take experts that are sharded so, into and from any layout.
     Raises ValueError for a mesh of more dimensions, or of ranks that hold different experts.
     Equivalent to: fully_shard(layer.experts, mesh=mesh).set_gradient_divide_factor(ranks with different tokens).
+
+    >>> store = torch.distributed.HashStore()  # one rank here; torchrun's several say init_process_group("gloo")
+    >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
+    >>> layer = fmoe_ext.FMoETransformerMLP(4, d_model=8, d_hidden=16)
+    >>> fully_shard_experts(layer, torch.distributed.init_device_mesh("cpu", (1,)))
+    >>> [type(p).__name__ for p in layer.experts.parameters()]
+    ['DTensor', 'DTensor', 'DTensor', 'DTensor']
+    >>> torch.distributed.destroy_process_group()
     """
     from torch.distributed.fsdp import fully_shard  # which takes a second
 
