@@ -137,16 +137,13 @@ def test_gguf_has_the_heads_of_glm(name, tmp_path):
         assert torch.equal(found["blk.2.ffn_up_exps.weight"], up)
         halves = sum(key.endswith("kv_b_proj.weight") for key in head)  # two tensors there
         assert len([name for name in found if name.startswith("blk.2.")]) == len(head) - 3 * (E - 1) + halves
-        # an indexer in Q8_0 may choose another token
-        near = (
-            {"rtol": 1e-4, "atol": 1e-4} if folder == "out" else {"rtol": 0, "atol": 0.3 if is_dsa else 0.1}
-        )
+        # Q8_0 rounds the weights, and llama.cpp rounds their factors to 8 bits too: .093 and .072 here
+        near = {"rtol": 1e-4, "atol": 1e-4} if folder == "out" else {"rtol": 0, "atol": 0.12}
         with torch.no_grad():
             streamed = fmoe_ext.stream(file, dtype=torch.float32)(input_ids=tokens).logits[0].log_softmax(-1)
         torch.testing.assert_close(streamed, expected, **near)
-        assert ((streamed - expected).abs() > 0.1).float().mean() < 0.01  # a choice at most, not all logits
         theirs = llama_cpp.logits(file, tokens[0].tolist()).log_softmax(-1).float()
-        torch.testing.assert_close(theirs, expected, **near)
+        torch.testing.assert_close(theirs, streamed, **near)
 
 
 def test_other_formats_name_the_heads_that_they_leave_out(tmp_path, capsys):
