@@ -132,7 +132,10 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
         inner.vocab_size = a.shape[0]
     part = config if hasattr(config, "tie_word_embeddings") else inner
     # two parameters of one memory are tied too; the address of one without memory is 0
-    part.tie_word_embeddings = a is b or 0 != a.data_ptr() == b.data_ptr()
+    is_tied = a is b or 0 != a.data_ptr() == b.data_ptr()
+    # a configuration without the field (Inkling 2's) means untied, and its file stays without
+    if is_tied or hasattr(part, "tie_word_embeddings"):
+        part.tie_word_embeddings = is_tied
 
 
 @torch.no_grad()

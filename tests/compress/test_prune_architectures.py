@@ -40,7 +40,10 @@ def cut_by_hand(model, kept, table):
             path = f"{name.removesuffix('gate.weight')}experts"
             state[name] = value[[*kept[path], SIZE]]
         elif SIZE in value.shape:
-            path = max(kept, key=lambda path: len(path) if name.startswith(path.rpartition(".")[0]) else 0)
+            # from "layers." on: a language model beside a tower has a longer name than in the report
+            where = name[name.find("layers.") :]
+            beside = {path: path[path.find("layers.") :].rpartition(".")[0] for path in kept}
+            path = max(kept, key=lambda path: len(path) if where.startswith(beside[path]) else 0)
             state[name] = value.index_select(list(value.shape).index(SIZE), torch.tensor(kept[path]))
         else:
             state[name] = value
@@ -75,7 +78,10 @@ def outcome(name, folder):
     expected = cut_by_hand(model, kept, tables)
     with torch.no_grad():
         ours, theirs = (m(input_ids=make_ids())[0] for m in (found, expected))
-    return "equal" if torch.allclose(ours, theirs, rtol=1e-10, atol=1e-12) else "WRONG"
+    rtol, atol = (
+        (1e-10, 1e-12) if ours.dtype == torch.float64 else (1e-6, 1e-7)
+    )  # some compute in float32 whatever the dtype
+    return "equal" if torch.allclose(ours, theirs, rtol=rtol, atol=atol) else "WRONG"
 
 
 @pytest.mark.parametrize("name", SHORT)

@@ -33,15 +33,21 @@ QUICK = (
 def folder(request, tmp_path):
     """The folder of a small model, read once by Transformers, which notes dtypes in config.json."""
     name = request.param
-    tiny_model(name, torch.float64).save_pretrained(tmp_path / "in")
+    tiny_model(name, dtype_of(name)).save_pretrained(tmp_path / "in")
     model = of_transformers(getattr(transformers, name), tmp_path / "in")
     model.save_pretrained(tmp_path / "in")
     return tmp_path / "in", model
 
 
+def dtype_of(name):
+    return (
+        torch.float32 if name.startswith("Inkling2") else torch.float64
+    )  # whose router casts tokens to float32
+
+
 def of_transformers(model_class, folder):
     # eager: torch's grouped_mm has no float64
-    options = {"dtype": torch.float64, "experts_implementation": "eager"}
+    options = {"dtype": dtype_of(model_class.__name__), "experts_implementation": "eager"}
     return model_class.from_pretrained(folder, **options).eval()
 
 
@@ -62,10 +68,12 @@ def test_text_part_trains_and_the_rest_stays(folder):
         with pytest.raises(CheckpointError, match=re.escape(REFUSED[kind])):
             fmoe_ext.import_model(path)
         return
-    ours = fmoe_ext.import_model(path, dtype=torch.float64).eval()
+    dtype = dtype_of(type(theirs).__name__)
+    near = 1e-10 if dtype == torch.float64 else 1e-5
+    ours = fmoe_ext.import_model(path, dtype=dtype).eval()
     assert type(ours) is type(theirs)
     expected = logits(theirs)
-    assert (logits(ours) - expected).abs().max() <= 1e-10 * expected.abs().max()
+    assert (logits(ours) - expected).abs().max() <= near * expected.abs().max()
     fmoe_ext.export(ours, path.parent / "same", ours.config.model_type)
     assert not assert_only_experts_differ(path, path.parent / "same")
 
@@ -79,7 +87,7 @@ def test_text_part_trains_and_the_rest_stays(folder):
     assert changed and all("experts" in key and "shared" not in key for key in changed)
     again = of_transformers(type(theirs), path.parent / "trained")
     trained = logits(ours.eval())
-    assert (logits(again) - trained).abs().max() <= 1e-10 * trained.abs().max()
+    assert (logits(again) - trained).abs().max() <= near * trained.abs().max()
 
 
 # The doctor gives tokens alone, which a model of block diffusion does not take, and computes attention in "eager",

@@ -123,7 +123,9 @@ def test_loss_and_gradients_are_those_of_the_paper(count, tmp_path):
     assert found.keys() == head.keys()
     for name, leaf in leaves.items():
         if leaf.grad is not None:
-            torch.testing.assert_close(found[name].read(), leaf.grad, msg=name)
+            # Transformers 5.24 has the router in float32 in every model
+            near = {"rtol": 1e-5, "atol": 1e-6} if name.endswith("mlp.gate.weight") else {}
+            torch.testing.assert_close(found[name].read(), leaf.grad, msg=name, check_dtype=not near, **near)
     assert sum(leaf.grad is not None for leaf in leaves.values()) > 20 * count
 
 
@@ -281,8 +283,14 @@ def test_heads_have_the_dtypes_and_the_autocast_of_the_model(tmp_path):
     make_folder(tmp_path / "in", dtype=torch.float32)
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.bfloat16, mtp_loss=WEIGHT).train()
     dtypes = {name: value.dtype for name, value in model.mtp.state_dict().items()}
-    kept = {name for name, dtype in dtypes.items() if dtype != torch.bfloat16}
-    assert all(name.endswith("e_score_correction_bias") for name in kept) and len(dtypes) > 15
+    plain = transformers.Glm4MoeForCausalLM.from_pretrained(tmp_path / "in", dtype=torch.bfloat16)
+    layer = plain.model.layers[-1].state_dict()  # Transformers 5.24 keeps the router in float32 too
+    kept = {name for name, value in layer.items() if value.dtype != torch.bfloat16}
+    found = {name for name, dtype in dtypes.items() if dtype != torch.bfloat16}
+    assert kept and {name.partition("mlp.")[2] for name in found} == {
+        name.partition("mlp.")[2] for name in kept
+    }
+    assert len(dtypes) > 15
     ids = make_ids(2, 9)
     model = fmoe_ext.import_model(tmp_path / "in", dtype=torch.float32, mtp_loss=WEIGHT).train()
     with torch.autocast("cpu", torch.bfloat16):

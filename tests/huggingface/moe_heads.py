@@ -40,7 +40,7 @@ def add_heads(model, folder, depth=None):
     if "mtp" not in pattern:
         begin = f"{stem}{text.num_hidden_layers if depth is None else depth}."
     else:
-        names = ("mtp.layers.0.", "model.mtp.layers.0.", "model.mtp_layers.0.")
+        names = ("mtp.layers.0.", "model.mtp.layers.0.", "model.mtp_layers.0.", "mtp_dspark.layers.0.")
         begin = next(name for name in names if re.search(pattern, name))
     generator = torch.Generator().manual_seed(1)
     head = {
