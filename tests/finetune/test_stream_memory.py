@@ -1,6 +1,7 @@
 """The budget of a streamed model: memory="auto", limits of the process, and the state of optimizers."""
 
 import gc
+import os
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ import torch
 import fmoe_ext
 from fmoe_ext.finetune.streaming import budget
 from fmoe_ext.finetune.streaming.budget import bytes_of_state
-from fmoe_ext.memory import Process, limits, memory_of, process, room_of_process
+from fmoe_ext.memory import Process, limits, memory_of, process, restart_peak, room_of_process
 from tests.finetune.streamed_models import (
     bytes_of_adapters,
     resident,
@@ -114,6 +115,18 @@ def test_memory_of_the_process_and_what_the_limits_leave_it(tmp_path):
     assert process(proc) == Process(now=MIB, most=2 * MIB)
     assert room_of_process(MIB, proc) == 101 * MIB
     assert 0 < process().now <= process().most
+
+
+@pytest.mark.skipif(
+    not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux restarts a peak by this file"
+)
+def test_peak_begins_anew(tmp_path):
+    torch.ones(2**26)  # 256 MiB, freed at once
+    before = process()
+    restart_peak()
+    after = process()
+    assert before.most >= before.now + 2**27 and after.most < after.now + 2**26
+    restart_peak(tmp_path)  # without /proc nothing happens
 
 
 def test_auto_streams_and_its_refusal_names_the_limit(tmp_path, monkeypatch):
@@ -308,6 +321,24 @@ def test_buffers_give_way_to_the_memory_that_a_step_had(large, monkeypatch):
     excess = most[0] - (rooms[0] - rooms[0] // budget.MARGIN)
     assert smaller == max(stream._least, used - excess) < used
     assert both() == smaller
+
+
+def test_peak_of_generation_is_not_that_of_a_step(large, monkeypatch):
+    """Before training buffers may be larger: their peak, with the optimizer's state, would leave a step nothing."""
+    plain, most = with_adapters(resident(large), rank=4), [2**30]
+    model = with_adapters(streamed(large, 4, 4 * bytes_of_adapters(plain)), rank=4)
+    model.eval()(make_ids())
+    monkeypatch.setattr(budget, "process", lambda: Process(2**20, most[0]))
+    monkeypatch.setattr(budget, "room_of_process", lambda now: 2**30)
+    monkeypatch.setattr(budget, "restart_peak", lambda: most.__setitem__(0, 2**20))
+    optimizer = torch.optim.Adam([p for p in model.train().parameters() if p.requires_grad])
+    sizes = []
+    for _ in range(3):
+        step(model, make_ids())
+        optimizer.step()
+        sizes.append(model.expert_stream.pool.num_bytes)
+        most[0] += 2**10  # a peak of a later step stays
+    assert sizes[0] == sizes[1] == sizes[2] and most[0] == 2**20 + 3 * 2**10
 
 
 def test_buffers_are_empty_while_an_optimizer_needs_their_memory(large, monkeypatch):

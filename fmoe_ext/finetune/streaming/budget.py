@@ -23,7 +23,7 @@ from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.finetune.streaming.placeholder import StreamedWeight
 from fmoe_ext.finetune.streaming.pool import PARTS, Pool, Statistics, bytes_of_experts
 from fmoe_ext.finetune.streaming.progress import Steps
-from fmoe_ext.memory import Memory, Process, process, room_of_process, trim_heap
+from fmoe_ext.memory import Memory, Process, process, restart_peak, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is for activations and the program
@@ -79,6 +79,7 @@ class ExpertStream:
         self._has_stepped = False  # since the last forward
         self._counting = threading.Lock()
         self._seen = _Seen(0, 0, 0)
+        self._has_trained = False  # a forward in training has begun
         self._most_buffers: int | None = None  # bytes that a step leaves to them, once a step was measured
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
         self._gradients = self._state = 0  # bytes in training, as far as they are known
@@ -173,6 +174,9 @@ class ExpertStream:
             # a change forgets what was read, so growing waits until it adds a buffer
             if left < self.pool.num_bytes or self.pool.would_grow(left):
                 self.pool.resize(left)
+            if is_training and not self._has_trained:
+                self._has_trained = True
+                restart_peak()  # generation before had larger buffers: its peak would count as that of a step
 
     def _measure(self) -> int | None:
         """Count the bytes that buffers may have in a step like the largest so far; None without a bound."""
