@@ -7,7 +7,6 @@ export(), save_pretrained, checkpoint.save and Megatron's files. `serve` has tes
 """
 
 import functools
-import itertools
 import os
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -40,12 +39,12 @@ from tests.formats.format_models import MODELS, make
 from tests.sweeps import rest_is_long
 
 RUNS = 3  # of a case in make test after cuts
-QUICK = [
-    "save_pretrained, imported",
-    "adapter merge",
-    "adapter merge --to packed",
-    "checkpoint convert hf-mixtral",
-    "export --to packed",
+QUICK = [  # and whether the command runs again after every cut
+    ("save_pretrained, imported", False),
+    ("adapter merge", False),
+    ("adapter merge --to packed", False),
+    ("checkpoint convert hf-mixtral", False),
+    ("export --to packed", False),
 ]
 SIZES = {"intermediate_size": 32, "moe_intermediate_size": 32, "num_hidden_layers": 1}
 
@@ -243,9 +242,7 @@ def attempt(run):
     return ""
 
 
-@pytest.mark.parametrize(
-    "name, every", rest_is_long(itertools.product(CASES, (False, True)), itertools.product(QUICK, (False,)))
-)
+@pytest.mark.parametrize("name, every", rest_is_long([*QUICK, *((name, True) for name in CASES)], QUICK))
 def test_command_without_power(name, every, given, tmp_path, monkeypatch, capsys):
     """every: the commands run again after each cut, not after a few of them."""
     case, root = CASES[name], tmp_path / "disk"
