@@ -4,8 +4,9 @@ VENV   := .venv
 PY     := $(VENV)/bin/python
 ARGS   ?=
 # The many programs that tests start would each compile the package again without bytecode. Three workers on two
-# cores: many tests wait, for a lease to end or for a disk.
-TEST   := PYTHONDONTWRITEBYTECODE= $(PY) -m pytest -q -n 3 --dist worksteal --durations=15
+# cores: many tests wait, for a lease to end or for a disk. Passive: a thread that waits for another one sleeps, as
+# that one may wait for its core.
+TEST   := PYTHONDONTWRITEBYTECODE= OMP_WAIT_POLICY=passive $(PY) -m pytest -q -n 3 --dist worksteal --durations=15
 # ninja, ruff and clang-format come from the virtual environment
 export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
 

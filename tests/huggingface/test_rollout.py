@@ -249,12 +249,7 @@ def test_lengths_batches_paddings_caches_and_threads(name, dtype):
         torch.set_num_threads(2)
         with fmoe_ext.batch_invariant(), torch.no_grad():
             whole = log_probabilities(model(tokens, use_cache=False).logits)
-            for number in (1, 2):
-                torch.set_num_threads(number)
-                assert torch.equal(
-                    log_probabilities(model(tokens[3:8], use_cache=False).logits), whole[3:8]
-                ), number
-            assert torch.equal(generated(model, tokens[:1], [1] * length), whole[:1])
+            assert torch.equal(log_probabilities(model(tokens[3:8], use_cache=False).logits), whole[3:8])
             assert torch.equal(generated(model, tokens[5:12], [17, 64, 1, 1, 100, 117]), whole[5:12])
             for size in (1, 2, 3, 31, 64, 65, 100, 129, 255):
                 assert torch.equal(
@@ -263,6 +258,10 @@ def test_lengths_batches_paddings_caches_and_threads(name, dtype):
             for batch in range(1, 17):
                 rows = log_probabilities(model(tokens[:batch, :40], use_cache=False).logits)
                 assert torch.equal(rows, whole[:batch, :40]), batch
+            # What follows are thousands of small products: on busy cores two threads wait for each other at each.
+            torch.set_num_threads(1)
+            assert torch.equal(log_probabilities(model(tokens[3:8], use_cache=False).logits), whole[3:8])
+            assert torch.equal(generated(model, tokens[:1], [1] * length), whole[:1])
             cache = transformers.StaticCache(model.config, max_cache_len=length + 11)
             sizes = [90, *[1] * 30, 100, 80]
             assert torch.equal(generated(model, tokens[:4], sizes, cache=cache), whole[:4])
