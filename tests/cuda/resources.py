@@ -78,7 +78,7 @@ def find_cuobjdump():
 def compile_report(source, architectures=ARCHITECTURES):
     """The Report of one file; raises with the compiler's words when it fails."""
     with tempfile.TemporaryDirectory() as folder:
-        cuobjdump, out = find_cuobjdump(), Path(folder, "out.o")
+        cuobjdump, out = find_cuobjdump(), Path(folder, "out.fatbin")
         command = [
             "nvcc",
             "-std=c++20",
@@ -86,7 +86,7 @@ def compile_report(source, architectures=ARCHITECTURES):
             "-Xptxas",
             "-v",
             f"-I{ROOT / 'csrc'}",
-            "-c",
+            "-fatbin",  # no code of the host
             str(source),
             "-o",
             str(out),
