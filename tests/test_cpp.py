@@ -98,9 +98,10 @@ def test_sanitizers_find_nothing(tmp_path):
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*has no balance loss")
-def test_libfmoe_same_bits_as_python(tmp_path):
+def test_libfmoe_same_bits_as_python(built, tmp_path):
     threads = {"OMP_NUM_THREADS": str(torch.get_num_threads())}
-    for name, found in train_with_operators_of_this_checkout("cpp", tmp_path, **threads).items():
+    parity = f"-DFMOE_PARITY={built / 'libparity.so'}"
+    for name, found in train_with_operators_of_this_checkout("libfmoe", tmp_path, parity, **threads).items():
         check_same(found, train(name, make_inputs(name, steps=FEW_STEPS)))
 
 
