@@ -10,6 +10,7 @@ for, and after a minute it is killed with a note. Only one that nobody has asked
 
 import contextlib
 import getpass
+import multiprocessing.process
 import multiprocessing.util
 import os
 import re
@@ -23,6 +24,7 @@ from pathlib import Path
 import pytest
 
 MARK = "FMOE_TESTS_FOLDER"  # the run's own temporary folder
+SOCKETS = "FMOE_TESTS_SOCKETS"  # multiprocessing's
 END_WITH_US = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 OF_INDUCTOR = f"torchinductor_{getpass.getuser()}"  # part of its cache, whatever TORCHINDUCTOR_CACHE_DIR says
 PATIENCE = 10.0  # seconds for processes that nobody has asked to end
@@ -32,9 +34,13 @@ LISTENS_ON = re.compile(r"from multiprocessing\.\w+ import main; ?main\((?:\d+, 
 
 
 def pytest_configure(config):
+    if hasattr(config, "workerinput") and SOCKETS in os.environ:
+        # pytest-xdist kills a worker that is not gone after 10 s, and then a folder of the worker's own would stay
+        multiprocessing.process.current_process()._config["tempdir"] = os.environ[SOCKETS]
     if MARK in os.environ or config.option.collectonly:
         return  # a worker of pytest-xdist, or a run inside a run
-    multiprocessing.util.get_temp_dir()  # multiprocessing's own, which goes when this process ends
+    # multiprocessing's own, which goes when this process ends; of its workers too
+    os.environ[SOCKETS] = multiprocessing.util.get_temp_dir()
     usual = tempfile.gettempdir()
     os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", usual)  # pytest keeps its last three folders there
     os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(Path(usual, f"torchinductor_{os.getuid()}")))

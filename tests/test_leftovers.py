@@ -22,6 +22,13 @@ LEAVES_A_FILE = """
 def test_leaves_a_file():
     tempfile.mkdtemp(prefix="forgotten-")
 """
+WORKER_IS_KILLED = """
+def test_ends_like_a_worker_that_is_killed():
+    import atexit, multiprocessing.util, os
+    atexit.register(os._exit, 0)  # before multiprocessing removes its folder
+    with tempfile.NamedTemporaryFile(dir=multiprocessing.util.get_temp_dir()):
+        pass
+"""
 LEAVES_NOTHING = """
 def test_leaves_nothing():
     with tempfile.TemporaryDirectory():
@@ -30,14 +37,15 @@ def test_leaves_nothing():
 
 
 @pytest.mark.parametrize(
-    ("content", "code", "text"),
+    ("content", "workers", "code", "text"),
     [
-        (LEAVES_A_PROCESS, 1, "left behind by the tests: process "),
-        (LEAVES_A_FILE, 0, "left behind by the tests: file "),
-        (LEAVES_NOTHING, 0, None),
+        (LEAVES_A_PROCESS, 0, 1, "left behind by the tests: process "),
+        (LEAVES_A_FILE, 0, 0, "left behind by the tests: file "),
+        (WORKER_IS_KILLED, 1, 0, None),
+        (LEAVES_NOTHING, 0, 0, None),
     ],
 )
-def test_leftovers_are_named(tmp_path, monkeypatch, content, code, text):
+def test_leftovers_are_named(tmp_path, monkeypatch, content, workers, code, text):
     monkeypatch.delenv(leftovers.MARK)
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", str(HERE))
@@ -46,7 +54,9 @@ def test_leftovers_are_named(tmp_path, monkeypatch, content, code, text):
     program = (
         f"import leftovers, pytest; leftovers.PATIENCE = 0.5; raise SystemExit(pytest.main([{str(file)!r}, "
     )
-    program += f"'-p', 'leftovers', '-p', 'no:cacheprovider', '--rootdir', {str(tmp_path)!r}]))"
+    program += (
+        f"'-p', 'leftovers', '-p', 'no:cacheprovider', '--rootdir', {str(tmp_path)!r}, '-n{workers}']))"
+    )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=tmp_path)
     assert done.returncode == code, done.stdout + done.stderr
     assert "1 passed" in done.stdout
