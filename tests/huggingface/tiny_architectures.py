@@ -16,7 +16,10 @@ HIDDEN = (
 )
 LAYERS = (
     "num_hidden_layers", "n_layer", "n_layers", "num_layers", "encoder_layers", "decoder_layers",
-    "num_decoder_layers", "num_encoder_layers", "num_encoder_blocks",
+    "num_decoder_layers", "num_encoder_layers", "num_encoder_blocks", "depth", "num_blocks", "l_layers",
+    "x_layers", "r_layers", "layers", "num_spatial_layers", "num_temporal_layers", "speech_encoder_layers",
+    "conf_num_hidden_layers", "resampler_depth", "decoder_num_hidden_layers", "encoder_num_hidden_layers",
+    "pred_num_hidden_layers", "memory_attention_num_layers", "t2u_encoder_layers", "t2u_decoder_layers",
 )  # fmt: skip
 HEADS = (
     "num_attention_heads", "n_head", "n_heads", "num_heads", "encoder_attention_heads",
