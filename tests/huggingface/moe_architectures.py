@@ -1,5 +1,6 @@
 """A tiny random model of every language model of the installed Transformers whose experts others may compute."""
 
+import functools
 import inspect
 import shutil
 from pathlib import Path
@@ -86,6 +87,7 @@ IMAGES = frozenset(("vision_config", "audio_config", "image_token_id"))
 LARGEST = 20_000_000  # parameters
 
 
+@functools.cache
 def architectures():
     """Names of the classes that AutoModelForCausalLM and AutoModelForImageTextToText make in models with experts."""
     folder = Path(inspect.getfile(transformers)).parent / "models"
