@@ -1,4 +1,4 @@
-"""make finetune, from an empty folder."""
+"""make finetune with fewer steps, from an empty folder."""
 
 import os
 import subprocess
@@ -29,7 +29,7 @@ def run(folder, *arguments):
 
 @pytest.mark.long
 def test_small_model_passes_every_check(tmp_path):
-    result = run(tmp_path)
+    result = run(tmp_path, "--steps", "30", "--making-steps", "60")
     assert result.returncode == 0, result.stdout + result.stderr
     lines = result.stdout.splitlines()
     assert sum(line.startswith("ok ") for line in lines) == 6 and "FAILED" not in result.stdout
