@@ -144,7 +144,7 @@ SANITIZE = [
     "-fno-sanitize-recover=undefined",
     "-fno-wrapv",  # Python's own flags allow signed overflow, which would hide it from UBSan
     "-D_GLIBCXX_ASSERTIONS",
-    "-g",
+    "-g1",  # lines of a report; names of variables would take a third of the time
     "-O1",
 ]
 
