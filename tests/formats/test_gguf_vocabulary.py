@@ -92,7 +92,8 @@ def test_byte_level(name, tmp_path):
 @pytest.mark.parametrize("name", [*KINDS, "sentencepiece", "gemma4"])
 def test_ten_thousand_texts(name, tmp_path):
     tokenizer = {"sentencepiece": sentencepiece, "gemma4": gemma}.get(name, lambda: trained(name))()
-    assert_llama_cpp_reads(tokenizer, written(tokenizer, tmp_path / name), 10_000, seed=3)
+    count = 3_000 if name in INEXACT else 10_000  # llama.cpp takes ten times as long for these
+    assert_llama_cpp_reads(tokenizer, written(tokenizer, tmp_path / name), count, seed=3)
 
 
 @pytest.mark.parametrize("prefix", [True, False])
