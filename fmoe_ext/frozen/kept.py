@@ -42,8 +42,8 @@ class KeptWeights:
     def __init__(self, free_bytes: Callable[[torch.device], int]) -> None:
         self._free_bytes = free_bytes
         self._limit: int | None = None
-        # A copy, and the finaliser that drops it with its weight.
-        self._copies: OrderedDict[_Key, tuple[torch.Tensor, weakref.finalize[Any, Any]]] = OrderedDict()
+        # A copy, and the finalisers that drop it with its weight or scales.
+        self._copies: OrderedDict[_Key, tuple[torch.Tensor, list[weakref.finalize[Any, Any]]]] = OrderedDict()
         # Autograd takes a copy from a thread of its own; a finaliser may run in any, inside of these methods too.
         self._lock = threading.RLock()
 
@@ -51,9 +51,15 @@ class KeptWeights:
         self, weight: torch.Tensor, packing: tuple[Any, ...], dtype: torch.dtype, *, keep: bool, last: bool
     ) -> torch.Tensor:
         """Decode a packed weight, or find its copy. keep: for a backward that will come; last: this is it."""
-        # A weight that was written to since has another version; a copy belongs to the stream that it was made on.
+        # with scale and zero, which may change while the codes stay
+        tensors = [t for t in (weight, *packing[:2]) if t is not None]
+        if any(t.is_inference() for t in tensors):
+            # such a tensor has no version, and autograd saves none for a backward that would take the copy
+            return torch.ops.fmoe_ext._decode_packed(weight, *packing, dtype)
+        # A tensor that was written to since has another version; a copy belongs to the stream that it was made on.
         stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-        key = (id(weight.untyped_storage()), weight.data_ptr(), weight._version, packing[2:], dtype, stream)
+        versions = tuple((id(t.untyped_storage()), t.data_ptr(), t._version) for t in tensors)
+        key = (versions, packing[2:], dtype, stream)
         with self._lock:
             copy = self._pop(key)
         if copy is None:
@@ -62,9 +68,10 @@ class KeptWeights:
         if keep and not last and not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
             with self._lock:
                 if self._make_room(copy.device, copy.nbytes):
-                    drop = weakref.finalize(weight.untyped_storage(), self._pop, key)
-                    drop.atexit = False
-                    self._copies[key] = copy, drop
+                    drops = [weakref.finalize(t.untyped_storage(), self._pop, key) for t in tensors]
+                    for drop in drops:
+                        drop.atexit = False
+                    self._copies[key] = copy, drops
         return copy
 
     def set_limit(self, limit: int | None) -> None:
@@ -96,8 +103,8 @@ class KeptWeights:
 
     def _pop(self, key: _Key) -> torch.Tensor | None:
         with self._lock:
-            copy, drop = self._copies.pop(key, (None, None))
-        if drop is not None:
+            copy, drops = self._copies.pop(key, (None, []))
+        for drop in drops:
             drop.detach()
         return copy
 

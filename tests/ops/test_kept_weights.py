@@ -1,6 +1,7 @@
 """Decoded weights kept for the backward: decoded once a layer and step, within a bound, with the same bits."""
 
 import gc
+from dataclasses import replace
 
 import pytest
 import torch
@@ -121,6 +122,29 @@ def test_kept_weight_that_changed_or_died_has_no_copy(decoded):
     del weight, other
     gc.collect()
     assert kept.KEPT.num_bytes(CPU) == 0
+
+
+def test_kept_weight_under_other_scales_is_decoded_again(decoded):
+    """The same codes: under scales of another tensor, and under scales that were written to."""
+    frozen.keep_decoded(4 * SIZE)
+    weight = packed("nf4", E, OUT, IN, 0)
+    x = torch.ones(5, IN, requires_grad=True)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    first = frozen.frozen_gemm(x, weight, offs).detach()
+    doubled = frozen.frozen_gemm(x, replace(weight, scale=weight.scale * 2), offs)
+    assert torch.equal(doubled, first * 2)
+    weight.scale.mul_(4)
+    assert torch.equal(frozen.frozen_gemm(x, weight, offs), first * 4)
+
+
+def test_weight_of_inference_mode_is_decoded_and_not_kept(decoded):
+    frozen.keep_decoded(4 * SIZE)
+    with torch.inference_mode():
+        weight = packed("nf4", E, OUT, IN, 0)
+        y = frozen.frozen_gemm(torch.ones(5, IN), weight, torch.tensor([2, 5], dtype=torch.int32))
+    assert len(decoded) == 1 and kept.KEPT.num_bytes(CPU) == 0
+    rows = weight.dequantize()[[0, 0, 1, 1, 1]]
+    torch.testing.assert_close(y, rows.sum(-1), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("save", [True, False])
