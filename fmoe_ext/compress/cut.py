@@ -1,16 +1,17 @@
-"""A model's files without some experts: bytes of the others are copied, packed ones as they are.
+"""Cut experts out of a model's files, for prune.py; the bytes of what stays are copied, packed ones too.
 
-Of a folder (Cut), Transformers says what to cut. The model is made twice without values, once with fewer experts;
-parameters whose shapes differ depend on their number, in the one dimension that differs. Their tensors in the files are
+Cut does so for a folder of Transformers. Which parameters depend on the number of experts differs by family, so the
+model is made twice without values, once with fewer experts: where a parameter's two shapes differ, the one dimension
+that differs counts experts. In the files such parameters are
 
-    of one expert    names with its number, which are left out or numbered anew, or averaged where experts merge
-    stacks           of all experts of a layer, whose first dimension is cut
-    of a router      cut in that dimension; entries behind the experts (shared ones, choices of none) stay
+    of one expert    tensors with its number in their names: left out, numbered anew, or averaged where experts merge
+    stacks           a tensor for all experts of a layer, whose first dimension is cut
+    of a router      cut in the dimension that differs; entries behind the experts (shared ones, choices of none) stay
     tables           of hash routing, whose entries are numbers of experts
 
 Heads for the tokens after the next, which Transformers does not load, are cut by the same rules: their names end as
-those of a layer do. Of a GGUF file (GgufCut) the names are few and fixed; types and metadata stay.
-What depends on the number and is none of these is refused when a cut is made, before a text is read for hours.
+those of a layer do. GgufCut does the same for a GGUF file, whose names are few and fixed; types and metadata stay.
+A tensor that depends on the number and is none of these is refused when a cut is made, before a text is read for hours.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from fmoe_ext.model_files import FolderModel, GgufModel, experts_modules
 
 Shares: TypeAlias = Mapping[int, Mapping[int, float]]  # {expert that stays: {expert: its share}}, of a layer
 
-# Keys of config.json for the experts that a token chooses, which are no number of experts
+# Keys of config.json for the experts that a token chooses: their names have "experts" in them too (config_with)
 TOP_K = (
     "num_experts_per_tok",
     "num_experts_per_token",
@@ -46,8 +47,9 @@ TOP_K = (
     "top_k_experts",
 )
 _TABLE = "tid2eid"  # of hash routing: experts of each token [vocabulary, K]
-# Entries of a router behind those of experts, in Inkling and LongCat.
+# Keys of config.json for a router's entries behind those of experts: shared ones (Inkling), choices of none (LongCat)
 _BEHIND = ("n_shared_experts", "zero_expert_num")
+# Names of experts' tensors in a folder: (path, number, rest), (path, rest)
 _OF_ONE = re.compile(r"((?:.*\.)?experts)\.(\d+)\.(.+)")
 _STACK = re.compile(r"((?:.*\.)?experts)\.(?!\d+\.)(.+)")
 # Names in GGUF files
@@ -59,19 +61,21 @@ _GGUF_ROUTER = ("ffn_gate_inp.weight", "ffn_gate_inp.bias", "exp_probs_b.bias")
 class Cut:
     """The tensors of a folder with fewer experts in each layer.
 
-    model: of the folder, on any device; number: of experts that will stay.
-    Raises CheckpointError for a folder in which something depends on the number of experts and is not known.
+    model: the folder's, on any device. num_experts: of a layer; number: how many of them will stay.
+    Raises CheckpointError for a folder in which something unknown depends on the number of experts.
     """
 
     def __init__(self, files: FolderModel, model: Any, num_experts: int, number: int) -> None:
         self.files, self.num_experts, self.number = files, num_experts, number
         self.base = base = files.base
         self.config = config_with(base.config, num_experts, number)
+        # config.json, and others that list modules by name, as those that a quantization leaves in full precision
         for file in sorted(base.folder.glob("*config.json")):
             if re.search(r"experts\.\d+\.", json.dumps(read_json(inside(base.folder, file.name)))):
                 raise CheckpointError(
                     f"{base.folder}: {file.name} names single experts, whose numbers would change"
                 )
+        # 1. The model before and after the cut, as shapes.
         given = model.config.to_dict()  # with defaults that config.json leaves out
         with torch.device("meta"):  # shapes alone
             whole, smaller = (
@@ -84,7 +88,7 @@ class Cut:
             raise CheckpointError(f"{base.folder}: config.json does not say alone how many experts there are")
         self._shapes = {name: tuple(tensor.shape) for name, tensor in whole.state_dict().items()}
         after = {name: tuple(tensor.shape) for name, tensor in smaller.state_dict().items()}
-        # {parameter: its dimension that has fewer entries with fewer experts}
+        # 2. The dimension of each parameter that counts experts: the one in which the shapes differ, by as many.
         self._dims: dict[str, int] = {}
         for name, shape in self._shapes.items():
             new = after.get(name)
@@ -103,6 +107,7 @@ class Cut:
             raise CheckpointError(
                 f"{base.folder}: {wrong[0]} is tied to another weight, so that one cut changes both"
             )
+        # 3. The names in the files of layers' experts: MXFP4 stacks (GPT-OSS), other stacks, single experts.
         self._whole, self._names = whole, files.names(whole)
         self._of_one: dict[str, tuple[str, int]] = {}  # {begin of one expert's names: (path, expert)}
         self._stacks: dict[str, str] = {}  # {name of a stack: path}
@@ -129,21 +134,27 @@ class Cut:
                         self._stacks |= dict.fromkeys(names, path)
                     else:
                         self._of_one |= {name.removesuffix("weight"): (path, e) for name in names}
+        # 4. Those of heads, which the model does not load.
         self.heads: set[str] = set()  # paths of the experts of heads
         self._find_heads()
-        # A cut of the first experts: what is not known how to cut is refused now, before a text is read for hours.
+        # 5. A trial that keeps the first experts: what nobody knows how to cut raises now, before a text is read.
         self.tensors({path: {e: {e: 1.0} for e in range(number)} for path in (*self.layers, *self.heads)})
 
     def write(self, work: Path, kept: Mapping[str, Shares]) -> Path:
-        """Write the smaller model into a folder, shards that are there already left alone -> the folder."""
+        """Write the smaller model into a folder -> the folder. Shards of an earlier call stay as they are."""
         write_model_files(work, self.tensors(kept), MAX_SHARD_BYTES)
         self.files.copy_beside(work)
         write_json(work / CONFIG, self.config)
         return work
 
     def tensors(self, kept: Mapping[str, Shares]) -> dict[str, StoredTensor]:
-        """Make {name: tensor} with the experts in `kept` alone, in that order. kept: {path: {expert: shares of it}}."""
+        """Make the cut model's {name: tensor}, read when they are written.
+
+        kept: {path of a layer's experts: {expert that stays: {expert merged into it: share}}}, in their new order.
+        """
+        # {path: {number of an expert before the cut: after it}}
         place = {path: {old: new for new, old in enumerate(shares)} for path, shares in kept.items()}
+        # parameters that were cut: of experts all, since __init__ found their tensors; of routers as they come
         covered = {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
         found = {}
         for name, stored in self.base.tensors.items():
@@ -193,6 +204,7 @@ class Cut:
 
     def matrices(self, path: str) -> Iterator[torch.Tensor]:
         """Read the weights [E, n] of the experts at a path, a projection at a time; CheckpointError for packed ones."""
+        # {projection: its stack, or its tensor of each expert}
         stacks = [name for name, of_path in self._stacks.items() if of_path == path]
         found: dict[str, list[StoredTensor]] = {name: [self.base.tensors[name]] for name in stacks}
         for stem, (of_path, e) in self._of_one.items():
@@ -209,7 +221,10 @@ class Cut:
             yield torch.cat([t.read().reshape(self.num_experts // len(tensors), -1) for t in tensors])
 
     def _expert_of(self, name: str) -> tuple[str, int, str, str] | None:
-        """Split the name of one expert's tensor: (path, expert, text before its number, text after)."""
+        """Split the name of one expert's tensor: (path, expert, text before its number, text after); None for others.
+
+        A packed weight is several tensors (weight_packed, weight_scale, ...), so only the begin of a name is looked up.
+        """
         stem = name
         while (stem := stem.rpartition(".")[0]) and f"{stem}." not in self._of_one:
             pass
@@ -220,12 +235,13 @@ class Cut:
         return path, expert, f"{before}.", f".{after}{name.removeprefix(stem)}"
 
     def _layer_of(self, parameter: str) -> str:
-        """Find the path of the experts that a router's parameter belongs to: the one with the longest common begin."""
+        """Find the path of the experts that a router's parameter belongs to: it shares the longest prefix with it."""
         return max(self.layers, key=lambda path: _common(path, parameter))
 
     def _find_heads(self) -> None:
         """Find the experts and routers of heads; CheckpointError for tensors whose relation to them is not known."""
-        plain = self._names.unloaded  # a packed weight is several tensors in the files
+        # tensors that no module loads: a packed weight is several, whose names begin as that of the weight
+        plain = self._names.unloaded
         unloaded = {*plain, *(name.removesuffix(".weight") for name in plain if name.endswith(".weight"))}
         names = [
             name
@@ -248,7 +264,7 @@ class Cut:
                     "which one number in config.json cannot replace"
                 )
         self.heads = set(experts)
-        # {end of a router's name behind its layer: parameter}
+        # A head's router is one whose name ends as a layer's does behind its number. {that end: parameter of a layer}
         ends = {
             name.rpartition(f"layers.{number}.")[2]: parameter
             for name, parameter in self._names.renamed.items()
@@ -268,9 +284,9 @@ class Cut:
                 )
 
     def scores_of_heads(self) -> dict[str, torch.Tensor]:
-        """Compute {path: score [E] float64 of each expert} of heads: the product of the norms of its weights.
+        """Score the experts of heads by the product of the norms of their weights -> {path: [E] float64}.
 
-        No text says which of them are needed, because the model does not run heads. An expert is read at a time.
+        The model does not run heads, so that no text says which experts they need. One expert is read at a time.
         """
         if not self.heads:
             return {}
@@ -290,7 +306,7 @@ class Cut:
 
 
 def _common(one: str, other: str) -> int:
-    """Count the components with which two names begin."""
+    """Count the components that two names have in common at their begin."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
 
@@ -315,7 +331,10 @@ def config_with(config: Mapping[str, Any], old: int, new: int) -> dict[str, Any]
 
 
 def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> StoredTensor:
-    """Cut a table of experts [vocabulary, K]: the next expert that stays, and that a token lacks, replaces one."""
+    """Cut a table of experts [vocabulary, K] of hash routing.
+
+    An expert that goes is replaced by the next that stays, in the old order and round about, and that the token lacks.
+    """
 
     def read() -> torch.Tensor:
         place = {old: new for new, old in enumerate(kept)}
@@ -323,7 +342,7 @@ def _table(stored: StoredTensor, kept: Sequence[int], num_experts: int) -> Store
         # -1 marks the experts that go: each token needs K different ones, so another takes the place
         rows = torch.tensor([place.get(e, -1) for e in range(num_experts)], device="cpu")[table.long()]
         for t, k in (rows < 0).nonzero().tolist():
-            first = sum(e < int(table[t, k]) for e in kept)
+            first = sum(e < int(table[t, k]) for e in kept)  # new number of the next one that stays
             others = set(rows[t].tolist())
             rows[t, k] = next(e for i in range(len(kept)) if (e := (first + i) % len(kept)) not in others)
         return rows.to(stored.dtype)
@@ -347,13 +366,14 @@ def _merged(name: str, parts: Mapping[int, StoredTensor], shares: Mapping[int, f
 
 
 def _mixed(stored: StoredTensor, dim: int, shares: Shares, behind: Sequence[int]) -> StoredTensor:
-    """Average the entries of a router's tensor or of a stack of experts along dim; those behind stay."""
+    """Average entries along dim of a router's tensor, or of a stack of experts, by shares; those `behind` stay."""
     mixes = [*shares.values(), *({e: 1.0} for e in behind)]
     shape = (*stored.shape[:dim], len(mixes), *stored.shape[dim + 1 :])
     if stored.dtype not in FLOATS and any(len(mix) > 1 for mix in mixes):
         raise CheckpointError(f"a tensor {list(stored.shape)} of experts is packed: prune without merging")
 
     def parts() -> Iterator[torch.Tensor]:
+        # along dimension 0 the file has each expert's bytes in one piece: one expert is read at a time
         whole = stored.read() if dim else None
         for mix in mixes:
             rows = {e: stored.rows(e, e + 1) if whole is None else whole.narrow(dim, e, 1) for e in mix}
@@ -370,14 +390,14 @@ def _mixed(stored: StoredTensor, dim: int, shares: Shares, behind: Sequence[int]
 class GgufCut:
     """The tensors of a GGUF file with fewer experts in each layer.
 
-    paths: of the experts modules. Raises CheckpointError for a tensor that depends on their number and is not known.
+    paths: of the experts modules. Raises CheckpointError for a tensor that depends on their number in an unknown way.
     """
 
     def __init__(self, files: GgufModel, paths: Sequence[str], num_experts: int, number: int) -> None:
         self.files, self.num_experts, self.number = files, num_experts, number
         found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
         layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
-        # {tensor: path of the experts that its first dimension counts}
+        # {tensor: path of the experts that its first dimension counts, which is the last in GGUF's order}
         self._paths: dict[str, str] = {}
         for tensor in files.file.tensors:
             match = _GGUF_LAYER.fullmatch(tensor.name)

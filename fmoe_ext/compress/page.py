@@ -1,4 +1,4 @@
-"""The report of a pruning as one HTML page."""
+"""Render the report of prune() as one HTML page: scores by layer, and the experts that went."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch
 
 from fmoe_ext.balance.html import document, figure, scale, table, tiles
 
-_MOST_CHIPS = 12  # experts of a layer that are named
+_MOST_CHIPS = 12  # experts that a row of the table names; the rest is a number
 
 
 def render(report: Mapping[str, Any]) -> str:
-    """Renders the page of a report of prune()."""
+    """Render the page of a report of prune()."""
     return document("Pruned experts", _head(report) + _scores(report) + _layers(report))
 
 

@@ -1,13 +1,14 @@
-"""prune(): a model without the experts that a text needs least, in the packing it came in.
+"""Prune a model: write it without the experts that a text needs least, in the packing that it came in.
 
     open      the files, the streamed model, how many experts stay; what is known to fail is refused here
     measure   the model reads the text once, while hooks count what each expert does (scores.py)
-    choose    the best of each layer stay, or some are merged into others (choose.py)
+    choose    the best of each layer stay; with merge=, similar ones become one (choose.py)
     write     the bytes of those that stay are copied from the files (cut.py), so that packed experts lose nothing
     test      the result is streamed over held-out text, which proves that it loads and gives its loss
 
-A text takes hours to read, so a call may be ended anywhere: beside `out` stays what it has measured and written, and
-the same call goes on with that (checkpoint.shards.continued). Another one is refused, as its files would be of two.
+A text takes hours to read, so a call may be ended anywhere: what it has measured and written stays beside `out`, and
+the same call goes on from there (checkpoint.shards.continued). A call with other choices is refused there, as it would
+mix the files of two models.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ def prune(
     """Write a model without the experts that a text needs least -> the report, also in out/prune_report.json and .html.
 
     folder: of Transformers, packed or not, a GGUF file, or a name in the cache of the Hugging Face hub; it is only
-    read. out: a new folder that Transformers, vLLM and stream() load as the first, or with the GGUF file in it.
+    read. out: a new folder, which Transformers, vLLM and stream() load like the first; of a GGUF file it has one.
     tokens: ids [N] int64 of a text like those the model is for. keep: share of the experts that stay in each layer;
     experts: their number instead. criterion: reap, mass or frequency (compress.Scores.of).
-    merge: cosine of two experts' weights from which one is merged into the other.
+    merge: merge an expert into another if their weights have this cosine or more; None: leave experts out only.
     memory: for the model while it reads (stream). batch: sequences of seq_len tokens for each pass over the files.
-    held_out: the last share of the text, to measure the loss on. scores: a file that keeps what was measured. dry_run:
-    measures, writes no model. say: called with lines about the progress.
+    held_out: share of the text, its end, to measure the loss on. scores: a file that keeps what was measured, for other
+    calls. dry_run: measure and choose, write no model. say: called with lines about the progress.
     What a call that ended early has measured and written stays beside `out`: the same call goes on, to the same bytes.
     Raises CheckpointError for a text that is too short, numbers that do not fit, an `out` that is taken, and a
     folder that cannot be read or cut; ValueError for another criterion.
@@ -112,7 +113,8 @@ def prune(
     if batch < 1:
         raise CheckpointError(f"batch must be at least 1, but got {batch}")
     calibration, test = sequences(tokens, seq_len, held_out, size, config.vocab_size)
-    about: dict[str, Any] = {  # by which scores and an unfinished job are known again
+    # A file of scores, and an unfinished job, belong to this call if they were written with the same.
+    about: dict[str, Any] = {
         "model": str(files.path.absolute()),
         "files": [fingerprint(file) for file in files.inputs],
         "text": hashlib.sha256(tokens.numpy().tobytes()).hexdigest(),
@@ -173,7 +175,7 @@ def number_to_keep(
 
     keep: a share of them, above 0 and up to 1, rounded to the nearest; experts: their number instead. config: of the
     text model. Raises CheckpointError if neither or both are given, for fewer than a token chooses, and for a number
-    that the groups of a group-limited router do not divide.
+    with which a group-limited router would have unequal groups, or too few experts in those that it chooses.
     """
     if (keep is None) == (experts is None):
         raise CheckpointError("give either keep, a share of the experts, or experts, their number")
@@ -211,7 +213,7 @@ def _choose(
     merge: float | None,
     say: Callable[[str], None],
 ) -> tuple[dict[str, Shares], dict[str, Any], dict[str, Any]]:
-    """Choose the experts that stay -> ({path: them, with their shares}, reports of layers, reports of heads)."""
+    """Choose the experts that stay -> ({path: their shares}, {path: report of a layer}, {path: report of a head})."""
     kept: dict[str, Shares] = {}
     layers: dict[str, dict[str, Any]] = {}
     for path, values in found.of(criterion).items():
@@ -221,6 +223,7 @@ def _choose(
             say(f"comparing experts of {path}")
             cosine = similarities(cut.matrices(path))
             kept[path] = best_merged(values, found.count[path], cosine, number, merge)
+        # for the report: who went into whom, and the share of routing weight that nobody computes any more
         merged = {other: e for e, shares in kept[path].items() for other in shares if other != e}
         gone = [e for e in range(len(values)) if e not in kept[path]]
         mass = found.mass[path]

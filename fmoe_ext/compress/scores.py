@@ -1,4 +1,14 @@
-"""Scores of experts: counted while a model of Transformers reads a text."""
+"""Score experts by what a text needs: hooks count what they do while a model of Transformers reads it (prune.py).
+
+Each choice (token t, expert e, weight w) adds to the expert's
+
+    count       1
+    mass        w
+    saliency    w * ||output of e for t||    which is what the layer's sum would lack without e
+
+Scores.of() makes scores of them. REAP's is the mean saliency over the tokens of an expert, for which each expert is
+computed a second time (_Meter).
+"""
 
 from __future__ import annotations
 
@@ -45,7 +55,7 @@ class Scores:
         return {path: self.saliency[path] / count.clamp(min=1) for path, count in self.count.items()}
 
     def save(self, file: Path, about: dict[str, Any]) -> None:
-        """Writes the scores and what they are about as JSON, completely or not at all."""
+        """Write the scores and what they are about as JSON, completely or not at all."""
         parts = {name: getattr(self, name) for name in ("count", "mass", "saliency")}
         lists = {name: {path: t.tolist() for path, t in part.items()} for name, part in parts.items()}
         with atomic_file(file) as out:
@@ -116,11 +126,12 @@ def measure_into(
     criterion: str,
     say: Callable[[str], None],
 ) -> Scores:
-    """Measure as measure() does, from where an earlier call came that wrote into the file; None: keep nothing.
+    """Measure as measure() does, and keep the scores in a file, from which a later call goes on; None: keep nothing.
 
     about: what the scores belong to (JSON). The file is written after each batch. Raises what earlier() raises.
     """
     before = earlier(file, about, criterion)
+    # batches that were read: all but the last have the same number of tokens
     done = 0 if before is None else -(-before.tokens // batches[0].numel())
     if before is not None and done == len(batches):
         say(f"scores of {file}")
@@ -135,7 +146,7 @@ def measure_into(
 
 
 class Measurement:
-    """Counts what a model's experts do while it reads; before: what was counted earlier, to go on with."""
+    """Counts what a model's experts do while it reads, until the block ends. before: counts to go on from."""
 
     def __init__(self, model: Any, criterion: str, before: Scores | None = None) -> None:
         if criterion not in CRITERIA:
@@ -162,7 +173,7 @@ class Measurement:
 
     @torch.no_grad()
     def read(self, batch: Tensor) -> None:
-        """Lets the model read token ids [B, L]; logits are not computed."""
+        """Let the model read token ids [B, L]; logits are not computed."""
         self._model.base_model(input_ids=batch, use_cache=False)
         self.tokens += batch.numel()
 
@@ -193,7 +204,7 @@ class _Meter:
             return
         order = ("hidden_states", "top_k_index", "top_k_weights")
         x, topk_idx, weights = (named[name] if name in named else given[i] for i, name in enumerate(order))
-        # routers with choices of no expert give numbers behind those of experts, which count for nothing
+        # [T, K] each. Routers with choices of no expert give numbers behind those of experts, which count for nothing.
         is_here = topk_idx < self.count.numel()
         idx, w = topk_idx.clamp(max=self.count.numel() - 1).cpu(), (weights * is_here).double().cpu()
         self.count += torch.bincount(idx[is_here.cpu()], minlength=self.count.numel())
