@@ -1,7 +1,12 @@
-"""Cost model of an expert-parallel layer: bytes to send and FLOP to compute, over what a rank's hardware can do.
+"""Estimate the time of an expert-parallel layer: bytes to send and FLOP to compute, over what a rank's hardware can do.
 
-A step lasts as long as its slowest rank: its link for the exchanges, its experts for the products. An exchange costs
-a latency and bytes over bandwidth; shadowing an expert trades rows that travel for weights that do.
+A step lasts as long as its slowest rank:
+
+    exchange    4 times latency + bytes / bandwidth: there and back, in the forward and in the backward
+    compute     rows of its experts * FLOP of a row / throughput
+    shadowing   weights of shadowed experts there, their gradients back; their tokens stay where they are
+
+shadowing.py and tuning.py choose by it, and `fmoe simulate` reports it; planning/layouts.py takes its Hardware alone.
 """
 
 from __future__ import annotations
@@ -25,7 +30,7 @@ class Layer:
 
     d_model: int
     d_hidden: int
-    num_matrices: int = 2  # 3 for gated experts
+    num_matrices: int = 2  # of an expert; 3 if it is gated
     bytes_per_element: int = 4
     top_k: int = 1
     exchange: str = "choice"  # as in FMoE, but never "auto"
@@ -42,7 +47,8 @@ class Layer:
 
     @property
     def row_flop(self) -> int:
-        """FLOP of one row; the backward multiplies twice as much as the forward."""
+        """FLOP of one row in a step."""
+        # a multiplication and an addition are 2; the backward has two products for each of the forward
         return 3 * 2 * self.num_matrices * self.d_model * self.d_hidden
 
 
@@ -67,9 +73,9 @@ class Hardware:
     ) -> Hardware:
         """Measure the ranks of a group with the shapes of a layer, and return the mean, the same on every rank.
 
-        layer: its experts are computed in 16 bits if its elements have 2 bytes. rows: of each rank, which go to the
-        other ranks and to its num_experts experts. FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's
-        numbers, go before what is measured.
+        layer: its experts are computed in 16 bits if its elements have 2 bytes. rows: of each rank, sent evenly to the
+        ranks, and evenly to its num_experts experts. FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's
+        variables, override what is measured.
         """
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group
@@ -122,7 +128,7 @@ def _measure_link(
         out = torch.empty_like(x)
         return _seconds(lambda: dist.all_to_all_single(out, x, splits, splits, group=group), device, group)
 
-    # Two sizes make a line: its slope is the bandwidth, its intercept the latency.
+    # Two sizes make a line, seconds over bytes: its slope is 1 / bandwidth, its intercept the latency.
     num_away = len([peer for peer in peers if peer != rank]) or 1
     each = max(rows // size, 8)
     small, large = seconds(1), seconds(each)
@@ -160,7 +166,7 @@ def _seconds(
 
 @dataclass(frozen=True)
 class StepTime:
-    """Seconds of a forward and backward, as if nothing overlapped, and their parts on the slowest rank."""
+    """Seconds of a forward and backward on the slowest rank, by part, as if nothing overlapped."""
 
     exchange: float
     compute: float
@@ -168,7 +174,7 @@ class StepTime:
 
     @property
     def total(self) -> float:
-        """Seconds, nothing overlapped."""
+        """Seconds of all parts, one after the other."""
         return self.exchange + self.compute + self.shadowing
 
     def overlapped(self, num_chunks: int) -> float:
@@ -223,13 +229,14 @@ def _is_one_node(num_ranks: int, hardware: Hardware) -> bool:
 
 
 def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> float:
-    """Estimate the seconds of one way of the tokens. rows: choices of the experts of each rank.
+    """Estimate the seconds of one way of the tokens. rows: choices that each rank's experts get.
 
     A rank's link carries what its experts receive and send back, and what its own tokens send away: the larger. Links
     inside a node and between nodes work at once.
     """
     num_ranks, size = len(rows), hardware.ranks_per_node or len(rows)
     travelling = rows if layer.exchange == "choice" else _distinct(rows, layer.top_k)
+    # rows that the busiest link carries: into a rank's experts, or out of a rank, whose own tokens are an even share
     busiest = max(*travelling, sum(travelling) / num_ranks) if num_ranks > 1 else travelling[0]
 
     def inside(share: float) -> float:
@@ -241,6 +248,7 @@ def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> f
     if layer.exchange != "node":
         between = away * busiest * layer.row_bytes / hardware.node_bandwidth + hardware.node_latency
         return max(inside((size - 1) / num_ranks), between)
+    # "node": a token goes once to a node, by its own rank's share of the node's links, and then to ranks inside
     nodes = _distinct([sum(rows[first : first + size]) for first in range(0, num_ranks, size)], layer.top_k)
     of_rank = max(*nodes, sum(nodes) / len(nodes)) / size
     between = away * of_rank * layer.row_bytes / hardware.node_bandwidth + hardware.node_latency
@@ -248,7 +256,7 @@ def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> f
 
 
 def _distinct(rows: Sequence[float], top_k: int) -> list[float]:
-    """Estimate how many tokens have a choice of each part. rows: choices of each part."""
+    """Estimate how many tokens have a choice in each part of the experts (ranks or nodes). rows: choices in each."""
     total = sum(rows)
     if total == 0:
         return [0.0] * len(rows)

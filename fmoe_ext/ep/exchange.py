@@ -1,4 +1,4 @@
-"""The exchange of expert parallelism as torch ops: counts and rows between the ranks of a process group.
+"""Exchange counts and rows between the ranks of a process group: the collectives under expert parallelism.
 
 First the ranks tell each other how many rows come (exchange_counts), then the rows travel (global_exchange, or
 start_exchange and wait for rows that overlap with computation). All go through _start(), in one of two ways:
@@ -7,6 +7,9 @@ start_exchange and wait for rows that overlap with computation). All go through 
 * over NCCL by a communicator and a stream of our own, in builds with USE_NCCL=1, all tensors in one group of calls.
   torch's NCCL groups queue every collective of a group on one stream. An exchange takes _NCCL_SMS thread blocks, which
   our products leave free meanwhile (ops/chooser.py).
+
+An exchange that has started is a Transfer. Before a thread waits for one, it may let another microbatch compute
+(while_waiting, which pipeline/overlap.py uses).
 """
 
 import math
@@ -33,11 +36,12 @@ except ImportError:
 # Every backend knows these; other rows travel as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
+# Our communicators, made at a group's first exchange on a device, which is collective.
 _nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExchange"]] = (
     weakref.WeakKeyDictionary()
 )
 
-# Thread blocks, one an SM, that an exchange over NCCL may take, and that products leave to it meanwhile.
+# Thread blocks, one an SM, that an exchange over NCCL may take; products leave it this many SMs.
 _NCCL_SMS = 16
 
 
@@ -65,7 +69,10 @@ def _start(
     recv_splits: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Any:
-    """Start over a communicator of our own, where this build has one for a group of NCCL, else over the group."""
+    """Start over a communicator of our own if the build has NCCL and the group's backend is NCCL; else over the group.
+
+    -> an object with wait() and is_completed().
+    """
     if xs[0].is_cuda and _C_nccl is not None and dist.get_backend(group) == "nccl":
         by_device, device = _nccl.setdefault(group, {}), xs[0].device
         if device not in by_device:
@@ -73,7 +80,7 @@ def _start(
         return by_device[device].start(outs, xs, send_splits, recv_splits)
     works = []
     for out, x in zip(outs, xs, strict=True):
-        if x.dtype not in _DTYPES_OF_BACKENDS:  # an exchange moves rows, whatever their numbers mean
+        if x.dtype not in _DTYPES_OF_BACKENDS:  # only bytes move, whatever their numbers mean
             out, x = _as_bytes(out), _as_bytes(x)
         splits = list(recv_splits), list(send_splits)
         works.append(dist.all_to_all_single(out, x, *splits, group=group, async_op=True))
@@ -99,17 +106,17 @@ class _Works:
 
 def _as_bytes(x: torch.Tensor) -> torch.Tensor:
     """View contiguous x [N, *] as uint8 [N, ...], without a copy."""
-    if x.dim() > 1 and x.stride(-1) == 1:  # of one column it may be another
+    if x.dim() > 1 and x.stride(-1) == 1:  # a contiguous tensor of one column may have another stride
         return x.view(torch.uint8)
     return x.view(-1).view(torch.uint8).view(x.shape[0], x.element_size() * math.prod(x.shape[1:]))
 
 
 @dataclass
 class _Turns:
-    """Turns that this thread gives to others while its rows are under way."""
+    """Turns that this thread gives to others while its rows are under way; each turn is a call of go_on()."""
 
-    go_on: Callable[[], None]  # lets others compute
-    taken: int = 0  # how often it was called
+    go_on: Callable[[], None]
+    taken: int = 0  # calls so far
 
 
 _turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default=None)
@@ -117,9 +124,9 @@ _turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default
 
 @contextmanager
 def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
-    """Call go_on() in the block before this thread waits for rows that are under way.
+    """Call go_on(), which lets others compute, before this thread waits for rows in the block.
 
-    But not for those that were under way when it was called last: they have had their time.
+    Not for rows that were under way already when it was called last: they have had time to come.
     """
     token = _turns.set(_Turns(go_on))
     try:
@@ -146,7 +153,7 @@ class Transfer:
         self.work.wait()
 
     def is_new(self, turns: _Turns) -> bool:
-        """Return whether no other thread has had a turn since."""
+        """Return whether no other thread has had a turn since it started."""
         return self._turns is turns and self._turn == turns.taken
 
 
@@ -164,7 +171,7 @@ def wait(transfers: Sequence[Transfer], group_name: str) -> None:
 def check(group_name: str) -> None:
     """Raise RuntimeError if an exchange in the group was aborted; call it before the host uses what came.
 
-    A copy to the host that waited for it returns like any other, with whatever was in the buffer.
+    After an abort a copy to the host returns as after a success, with whatever was in the buffer.
     """
     group = find_group(group_name)
     for exchange in _nccl.get(group, {}).values():
@@ -204,10 +211,10 @@ class _NcclExchange:
 
 
 class _NcclWork:
-    """An exchange that has started. It keeps the tensors until the stream that they are of waits for its end.
+    """An exchange that has started. It keeps its tensors until their own stream has waited for its end.
 
-    So the allocator gives their memory to nobody earlier. With record_stream it would ask for an event before it uses
-    each block again.
+    So the allocator gives their memory to nobody earlier. record_stream() would do so too, but the allocator would
+    then query an event before it uses each block again.
     """
 
     def __init__(self, event, communicator, stream, tensors):
@@ -226,7 +233,7 @@ class _NcclWork:
 
 
 def _release(stream, event, tensors):
-    """Drop the tensors of an exchange, whose memory the stream then uses after the event."""
+    """Drop the tensors of an exchange; the stream uses their memory again only after the event."""
     stream.wait_event(event)
     tensors.clear()
 

@@ -66,9 +66,9 @@ class ParallelLayout:
       the first forwards.
     exchange: "choice" sends a token to the rank of each expert that it chose, "token" once to a rank that has
       several of them, where their results are summed: fewer bytes (DeepEP's deduplicated dispatch), equal but for
-      rounding. "node" sends it once to a node, and from there to its ranks; nodes are host names, or so many ranks as
-      FMOE_RANKS_PER_NODE says. "auto" chooses it from the times of the first forwards.
-    max_rows_per_rank: each rank sends each other one so many rows, padding included, so that nothing waits for
+      rounding. "node" sends it once to a node, and from there to its ranks; the ranks of a node have one host name, or
+      are FMOE_RANKS_PER_NODE neighbours. "auto" chooses it from the times of the first forwards.
+    max_rows_per_rank: each rank sends every other this many rows, padding included, so that nothing waits for
       sizes and a CUDA graph can hold the layer; tokens * top_k, or tokens with exchange="token", is always enough.
       If a rank has more, every rank gets a RuntimeError: on the CPU at once; on CUDA results are NaN and
       ep.static.check_max_rows(model) raises.
@@ -127,7 +127,7 @@ LAYOUT_KEYWORDS = tuple(f.name for f in fields(ParallelLayout))
 class _Route:
     """Route of a forward's tokens."""
 
-    exchange: str  # what has a row, a name of EXCHANGES
+    exchange: str  # a name of EXCHANGES, or of carry_by()
     make: Callable[
         ..., Exchange
     ]  # its class, or what carry_by() was given: a compiled graph cannot look it up
@@ -135,7 +135,7 @@ class _Route:
 
 
 def check_route(overlap_degree: int | str, exchange: str, wire: str = "full") -> None:
-    """Raise ValueError for what no layer takes, on one rank or many."""
+    """Raise ValueError for values of these options that no layer takes, whether on one rank or many."""
     if overlap_degree != "auto" and (isinstance(overlap_degree, str) or overlap_degree < 1):
         raise ValueError(f'overlap_degree must be at least 1, or "auto", but got {overlap_degree!r}')
     if exchange not in (*EXCHANGES, "auto"):
@@ -153,9 +153,7 @@ class ExpertParallel(ExpertPlacement):
     Letters of shapes: T tokens, K choices of a token, E experts in all, e experts of this rank, D width.
 
     overlap_degree: number of chunks, at most e; "auto" measures the first forwards and then chooses.
-    exchange: what has a row that travels: a "choice", a "token" for each rank or for each "node"; "auto" measures them.
-    max_rows_per_rank: static mode, every rank sends every other this many rows, padding included.
-    wire: rows travel in "full", or in 8 bits: "fp8", "mxfp8".
+    exchange: a name of EXCHANGES, or "auto"; max_rows_per_rank and wire: as in ParallelLayout.
     """
 
     def __init__(
@@ -202,13 +200,14 @@ class ExpertParallel(ExpertPlacement):
                         exchanges.append("node")
             self.tuner = Tuner(self.group, self.layer_index, exchanges, overlap_degree == "auto")
         self._is_checked = False
+        # What the ranks compare before the first rows.
         limit = self.row_limit and self.row_limit.max_rows
         sizes = self.layer_index, self.num_experts, self.num_local_experts
         self.layout = str((*sizes, overlap_degree, limit, exchange, wire))
 
     @property
     def depends_on_batch(self) -> str | None:
-        """Why a token's result depends on the other tokens, and what to do; None where it does not."""
+        """Say why a token's result depends on the other tokens, and what to do; None where it does not."""
         if self.exchange != "choice":
             return (
                 f"exchange={self.exchange!r} adds up a token's results on each rank before it sends them, so that the "
@@ -241,8 +240,8 @@ class ExpertParallel(ExpertPlacement):
     def choose_route(self, max_chunks: int, step: Step | None = None) -> _Route:
         """Choose the route of this forward's tokens; all ranks call it before they send.
 
-        Ends the measurements of "auto" once there are enough. A repeated forward takes the route of the original. A
-        compiled graph measures nothing, and has one chunk.
+        "auto" ends here once it has measured enough. A repeated forward takes the route of the original. A compiled
+        graph measures nothing, and has one chunk.
         """
         if step is not None and step.is_traced:
             return self._route_of(step)

@@ -1,11 +1,15 @@
-"""Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange.
+"""Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange (make_plan).
 
 ExactPlan sends each row once, in sizes that one copy to the host brings: the only wait of a layer. TracedPlan does so
 in a compiled graph. StaticPlan sends every rank max_rows_per_rank rows, some of them padding, so that nothing waits for
 sizes.
 
 Ranks that are in different layers, or have tokens of another width, would read each other's rows as their own. So each
-message of counts begins with a header, and every rank compares those of all: all raise, or none does.
+message of counts begins with a header, and every rank compares the headers of all: all raise, or none does. A message
+to one rank:
+
+    layer | dtype | width | chunks | has tokens || [most rows for a rank, in static mode] | rows of each kind: n
+    _HEADER, must be equal          free           static.py
 
 Letters of shapes: T tokens, K choices of a token, R rows to send, N rows that come, W ranks, n kinds of rows for one
 rank, C columns of a message: header and counts.
@@ -29,14 +33,14 @@ from fmoe_ext.ops.exchange_rows import columns_of_rows, counts_to_send, pad_rout
 from fmoe_ext.routing import DispatchHandle
 from fmoe_ext.step import Step
 
-# What must be the same on all ranks.
+# What must be the same on all ranks, and how an error names it.
 _HEADER = (
     "the layer",
     "the dtype of the tokens",
     "the elements of a token",
     "the chunks of experts, of which a compiled graph has one",
 )
-_LENGTH = len(_HEADER) + 1  # behind it: 1 for a rank that has tokens, 0 for one that has none
+_LENGTH = len(_HEADER) + 1  # and 1 for a rank that has tokens, 0 for one that has none
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -77,11 +81,11 @@ def make_plan(
     num_tokens: int,
     step: Step,
 ) -> Plan:
-    """Exchange with the other ranks how many rows come; TypeError for tokens of no expert's dtype.
+    """Exchange with the other ranks how many rows come -> the plan; TypeError for tokens of no expert's dtype.
 
-    handle: of rows in the order of sending. order [W * n]: where the counts for each rank are in
-    handle.tokens_per_expert, None if by rank. ends: where chunks end among the n kinds of rows for a rank. leaves: the
-    tensors of the tokens. num_tokens: this rank's own.
+    A kind of rows for a rank is one of its experts ("choice") or chunks ("token"). handle: rows in the order of
+    sending. order [W * n]: place in handle.tokens_per_expert of each rank's counts, None if they lie by rank. ends:
+    where chunks end among the n kinds. leaves: the tensors of the tokens. num_tokens: this rank's own.
     """
     dtype, device = leaves[0].dtype, handle.tokens_per_expert.device
     if dtype not in _DTYPES:
@@ -99,7 +103,7 @@ def make_plan(
 
 
 class ExactPlan(Plan):
-    """sent [W, C]: counts and header for each rank. ends: where chunks end among the n kinds of rows for a rank."""
+    """Rows in chunks, whose sizes a copy to the host brings. sent [W, C]: header and counts for each rank."""
 
     def __init__(
         self, handle: DispatchHandle, sent: torch.Tensor, group: str, ends: Sequence[int], step: Step
@@ -110,14 +114,14 @@ class ExactPlan(Plan):
         self._received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
         self._on_host: Sequence[torch.Tensor] = (sent, self._received)
         self._copied: torch.cuda.Event | None = None
-        if sent.is_cuda:  # copied while the device goes on, both at once
+        if sent.is_cuda:  # both in one copy, while the device goes on
             both = torch.stack((sent, self._received))
             copy = torch.empty_like(both, device="cpu", pin_memory=True).copy_(both, non_blocking=True)
             self._on_host, self._copied = copy.unbind(), torch.cuda.Event()
             self._copied.record()
 
     def chunks(self) -> list[ChunkRows]:
-        """List the rows of each chunk; on a GPU it waits for the sizes, which the exchange takes from the host."""
+        """List the rows of each chunk; waits on a GPU for the sizes, which the collectives take from the host."""
         if self._copied is not None:
             self._copied.synchronize()
         check(self._group)
@@ -141,7 +145,7 @@ class ExactPlan(Plan):
 class StaticPlan(Plan):
     """As ExactPlan, in one chunk of limit.max_rows for each rank; sent has the most rows for one behind the header."""
 
-    sizes = None
+    sizes = None  # for traced.py: every rank sends max_rows
 
     def __init__(
         self,
@@ -185,7 +189,7 @@ class StaticPlan(Plan):
 class TracedPlan(Plan):
     """As ExactPlan, in one chunk, of a compiled graph."""
 
-    max_rows = 0
+    max_rows = 0  # for traced.py: sizes has the rows
 
     def __init__(self, handle: DispatchHandle, sent: torch.Tensor, placement: ExpertPlacement, step: Step):
         self.row_idx, self.inverse = handle.row_idx, handle.inverse

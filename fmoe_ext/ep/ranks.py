@@ -1,4 +1,9 @@
-"""Shared by the ranks of a group beside experts: sums and counts of gates, slices of a batch, experts cut by width.
+"""Collectives of a layer beside the exchange of its tokens, with their gradients.
+
+    GroupRanks    a gate's losses, counts and capacities over the tokens of all ranks (gates.base_gate.Ranks)
+    SliceGroup    ranks with one input, of which each computes a part of the rows (slice_group=)
+    WidthGroup    ranks with a part of the hidden units of the same experts, and tokens of their own
+    gather_rows   rows of every rank, of different numbers
 
 Letters of shapes: T tokens, K choices of a token, E experts in all, W ranks.
 """
@@ -27,7 +32,7 @@ class _Members:
 
 
 class GroupRanks(_Members):
-    """gates.OneRank for the ranks of a group: a gate's losses and capacities span all their tokens.
+    """The Ranks of a gate over a group: its losses and capacities span the tokens of all ranks.
 
     num_copies: ranks that compute the same loss because they share one input (the size of the slice group).
     """
@@ -73,7 +78,7 @@ class GroupRanks(_Members):
         self, topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
     ) -> torch.Tensor:
         """Drop as in one process whose batch is the ranks' batches one after the other: first choices first."""
-        # [K, E]
+        # choices of each column, [K, E]
         counts = torch.stack([ops.count_tokens(choice, num_experts) for choice in topk_idx.split(1, 1)])
         everyone = torch.stack(self.gather(counts, same_size=True), 1)  # [K, W, E]
         # places go to the first choices of all ranks, in the order of ranks, then to the second choices
@@ -81,7 +86,7 @@ class GroupRanks(_Members):
         before = (flat.cumsum(0) - flat).view_as(everyone)[:, self.rank]  # [K, E]
         if isinstance(capacity, torch.Tensor):
             capacity = capacity.to(before.device)
-        room = (capacity - before).clamp(min=0)
+        room = (capacity - before).clamp(min=0)  # [K, E]: what this rank may still take
         kept = [
             ops.apply_capacity(choice, num_experts, room[k]) for k, choice in enumerate(topk_idx.split(1, 1))
         ]
@@ -103,7 +108,8 @@ class _SumOverRanks(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
-        # The sum over all copies of the loss, which a later mean over the ranks divides by their number.
+        # Every rank adds this loss to its own, so x has the gradient of as many losses; a data-parallel mean over the
+        # ranks will divide by their number. num_copies ranks with one input count as one.
         return grad * ctx.factor, None
 
 
@@ -174,7 +180,10 @@ register_not_differentiable("fmoe_ext::balanced_shares_over_ranks", NO_GRADIENT)
 
 
 class SliceGroup(_Members):
-    """Ranks with the same input: each computes a slice of its rows, the results are put together again."""
+    """Ranks with the same input: each computes a slice of its rows, and the results are put together again.
+
+    cut() and join() are each other's gradient.
+    """
 
     def bounds(self, num_rows: int) -> tuple[int, int]:
         """Return first and end row of this rank's slice; slices differ by at most one row."""
@@ -217,8 +226,8 @@ class _Join(torch.autograd.Function):
 class WidthGroup(_Members):
     """A group whose ranks have a part of the hidden units of the same experts, and tokens of their own.
 
-    gather() and sum() are each other's gradient. A rank's rows are padded to the most that one has, since all_gather
-    and reduce_scatter take equal parts.
+    gather() and sum() are each other's gradient. A rank's rows are padded to the largest number that a rank has, since
+    all_gather and reduce_scatter take equal parts.
     """
 
     def most_rows(self, x: torch.Tensor) -> int:
@@ -288,9 +297,9 @@ class _Once(torch.autograd.Function):
 
 
 def gather_rows(x: torch.Tensor, group: dist.ProcessGroup | None) -> list[torch.Tensor]:
-    """Gather x [n, *] of every rank of the group (None: the default one), n being different; not differentiable.
+    """Gather x [n, *] of every rank of the group (None: the default one), n its own; not differentiable.
 
-    Rows are padded to the longest on the way; one copy of the sizes to the host.
+    Rows are padded to the largest n on the way; one copy of the sizes to the host.
     """
     size = torch.tensor([x.shape[0]], device=x.device)
     each = [torch.empty_like(size) for _ in range(dist.get_world_size(group))]

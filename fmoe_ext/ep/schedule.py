@@ -33,11 +33,12 @@ from fmoe_ext.tokens import Nest, leaves_of, map_structure
 
 
 class Exchange:
-    """The phases of one forward, called in their order; ExpertParallel.dispatch() begins it.
+    """The phases of one forward: ExpertParallel.dispatch() calls plan() and send(), a layer the others by its chunks.
 
     placement: which rank holds each expert. chunk_ends: where the chunks of every rank's experts end. x [T, *] or a
     nest, topk_idx [T, K], topk_weights [T, K]. step: of the forward.
-    Here each choice has a row of its own, sorted by expert, so that counts say which expert a row is for.
+    Each choice has a row of its own, sorted by expert, so that the counts alone say which expert a row is for.
+    Subclasses with fewer rows change _sort(), _pack_choices() and _experts_of().
     """
 
     def __init__(
@@ -72,7 +73,7 @@ class Exchange:
         self.lap("counts")
 
     def send(self) -> None:
-        # the rows [R, *] of each tensor of x, and of what the experts need to know of them, last the weights
+        # rows [R, *] of each tensor of x, then of labels (which experts, in a subclass), and last of the weights
         leaves, plan = leaves_of(self._x), self._plan
         weights = plan.mark_lost(widen(self._topk_weights, leaves[0].dtype))
         rows = [per_row(ops.permute, leaf, plan.row_idx, plan.inverse) for leaf in leaves]
@@ -100,7 +101,7 @@ class Exchange:
     def receive(self, number: int) -> ExpertInput:
         *received, weights = self._rows.receive(number)
         rest = iter(received)
-        x = map_structure(lambda _: next(rest), self._x)
+        x = map_structure(lambda _: next(rest), self._x)  # takes its leaves off rest: labels are left
         first, end = (0, *self._chunk_ends)[number : number + 2]
         return ExpertInput(x, self._experts_of(number, first, *rest), weights, first, end)
 
@@ -108,7 +109,7 @@ class Exchange:
         """Return the tokens of this rank that chose shadowed experts."""
         assert self._shadow_idx is not None
         places, weights = self._placement.places_of_shadows, self._topk_weights
-        # In a graph the broadcast of shadows must come after the exchange of rows on every rank.
+        # A compiler may reorder collectives: the broadcast of shadows must follow the exchange of rows on every rank.
         if self._step.is_traced:
             weights = in_turn([weights], self._rows.receive(0)[-1])[0]
         return ExpertInput(self._x, self._shadow_idx, weights, 0, len(places), shadows=places)
@@ -121,7 +122,7 @@ class Exchange:
         self._rows.give_back(number, leaves)
 
     def keep_for_backward(self, number: int, results: list[torch.Tensor]) -> None:
-        """Mark where a checkpoint repeats the forward: while a chunk's gradients travel to its experts."""
+        """Let a checkpoint repeat the forward in the backward while this chunk's gradients travel (_Computed)."""
         self._rows.keep_for_backward(number, results)
 
     def give_back_shadowed(self, results: Nest) -> None:
@@ -137,29 +138,30 @@ class Exchange:
         """Sort the choices in the order of sending -> handle, order and ends of make_plan()."""
         slots, num_experts = self._tables.slots, self._placement.num_experts
         slot_TK = self._topk_idx
-        if slots is not None:
+        if slots is not None:  # with chunks, or experts that have moved, another order than the experts'
             slot_TK = lookup(constant(slots, slot_TK.device), slot_TK)
         handle = sort_choices(slot_TK, num_experts)
         if slots is None:
-            self._step.note_counts(slot_TK, handle.tokens_per_expert)  # which the load is counted from
+            self._step.note_counts(slot_TK, handle.tokens_per_expert)  # the load counter need not count again
         return handle, self._tables.slots_by_rank, self._chunk_ends
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """Make the labels of each row that the experts need, last the weights. weights [T, K] -> [R, 1]."""
+        """Make what travels beside the rows: labels, last the weights. weights [T, K] -> [R, 1], one of each choice."""
         return [ops.permute(weights.reshape(-1, 1), self._plan.row_idx, self._plan.inverse.reshape(-1, 1))]
 
     def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:
-        """Return topk_idx of a chunk's rows, counted from its first expert. received: packed beside the weights."""
+        """Return topk_idx [N, 1] of a chunk's N rows, counted from its expert `first`. received: the labels."""
         return self._plan.columns_of(number)
 
     def _collect(self) -> tuple[torch.Tensor, ...]:
+        """Wait for all results and sum them for each token -> leaves [T, *]."""
         return self._rows.collect()
 
 
 class _Chunk:
-    """Some experts of this rank, with the tokens that chose them on all ranks.
+    """Some experts of this rank, with the tokens of all ranks that chose them.
 
-    Without a number the shadowed experts, with the tokens that chose them on this rank.
+    number None: the shadowed experts, with the tokens of this rank that chose them.
     """
 
     def __init__(self, exchange: Exchange, number: int | None):
@@ -181,7 +183,11 @@ class _Chunk:
 
 
 class _Transit:
-    """The rows of one forward: its chunks, and what is under way in either direction."""
+    """The rows of one forward: its chunks, and what is under way in either direction.
+
+    The forward and the backward both send rows to experts and results to tokens, so both use these two directions:
+    the forward's results and the backward's gradients of rows come back to the tokens.
+    """
 
     def __init__(self, group: str, plan: ExactPlan | StaticPlan, wire: str):
         self.group = group
@@ -189,8 +195,8 @@ class _Transit:
         self.chunks = plan.chunks()
         self.row_idx, self.inverse = plan.row_idx, plan.inverse
         self.num_rows = 0  # R
-        # For each chunk the transfer, the tensors to fill, the buffers that arrive for them and the buffers that leave.
-        # All are kept: nobody may reuse memory that an exchange reads or fills.
+        # By chunk (transfer, tensors to fill, buffers that arrive, buffers that leave). The buffers are the tensors,
+        # unless rows travel packed. All are kept: nobody may reuse memory that an exchange reads or fills.
         self.under_way: list[Any] = [None] * len(self.chunks)
         self.returned: list[torch.Tensor] | None = None  # results on the side of the tokens, [R, *] each
         self.returned_grads: list[torch.Tensor] | None = None  # gradients there
@@ -255,7 +261,7 @@ def _part(x: torch.Tensor, rows: slice) -> torch.Tensor:
 class _RowExchange:
     """Applies _Send, _Receive, _Computed, _Return and _Collect to one forward's rows.
 
-    The nodes of these functions keep the _Transit, but not this.
+    The nodes of these functions keep the _Transit, but not this object, whose tickets refer to the nodes: a cycle.
     """
 
     def __init__(self, transit: _Transit):
@@ -284,8 +290,12 @@ class _RowExchange:
         return collected
 
 
-# The four halves of the exchanges there and back. Between them a ticket, a scalar, stands for a chunk's rows that are
-# under way: nobody can read what has not come, and autograd knows the order.
+# The halves of the exchanges there (_Send, _Receive) and back (_Return, _Collect). Between two halves a ticket, a
+# scalar, stands for a chunk's rows that are under way: nobody can read what has not come, and autograd knows the order.
+# In the backward each starts or ends the gradients' exchange in the other direction:
+#
+#     forward    _Send start     _Receive wait     experts    _Return start    _Collect wait
+#     backward   _Send wait      _Receive start    experts    _Return wait     _Collect start
 
 
 class _Send(torch.autograd.Function):
@@ -330,9 +340,9 @@ class _Receive(torch.autograd.Function):
 class _Computed(torch.autograd.Function):
     """Keeps a tensor for the backward between a chunk's experts and the way back of their results.
 
-    Activation checkpointing repeats a forward when a kept tensor is first asked for, and only up to the last one. Both
-    are in one place on all ranks so, whatever the experts keep of no rows, and results that nobody asks for do not
-    travel again.
+    Activation checkpointing repeats a forward when the first kept tensor is asked for, up to the last one that was
+    kept. With a tensor of ours here, both are in one place on all ranks, also on a rank whose experts had no rows and
+    kept nothing. Results, which nobody asks for, do not travel again.
     """
 
     @staticmethod
