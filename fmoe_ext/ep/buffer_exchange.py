@@ -1,4 +1,4 @@
-"""DeepEP V2 as the exchange of a layer: its ElasticBuffer carries tokens to the ranks of their experts and back.
+"""Exchange tokens by DeepEP V2: its ElasticBuffer carries them to the ranks of their experts and back (use_buffer).
 
 dispatch() sends a token once to each rank that has an expert of it, with the choices that are there, as
 exchange="token" does; combine() brings a row back for each, and sums them. The backward of each is the other: gradients
@@ -75,6 +75,7 @@ class BufferExchange(Exchange):
 
     def send(self) -> None:
         placement = self._placement
+        # DeepEP takes the experts of a rank for neighbours: it gets places, not numbers
         place = constant(
             tuple(map(placement.experts_in_place.index, range(placement.num_experts))), self._topk_idx.device
         )

@@ -1,9 +1,14 @@
-"""exchange="node": a token is sent once to a node that has some of its experts, and from there to their ranks.
+"""exchange="node": send a token once to a node that has some of its experts, and from there to their ranks.
 
 It arrives on the rank that has its own rank's place on the other node, so that each network card carries the tokens of
-one rank; inside the node it goes on as with exchange="token". Results are summed on the experts' ranks, then on that
-rank, then at home. Both steps are TokenExchanges: the first takes a node for a rank with all experts of its ranks. The
-step over nodes is not cut into chunks, which would send a token once for each chunk.
+one rank; inside the node it goes on as with exchange="token". With 2 nodes of 2 ranks, a token of rank 0 for experts on
+ranks 2 and 3:
+
+    rank 0 --network--> rank 2 (its place on node 1) --inside--> ranks 2 and 3
+
+Results are summed on the experts' ranks, then on that rank, then at home. Both steps are TokenExchanges: the first
+takes a node for one rank with all experts of the node. It is not cut into chunks, for each of which a token would
+travel once.
 """
 
 from __future__ import annotations
@@ -57,7 +62,8 @@ class NodeExchange(Exchange):
         return self._inside.receive(number)
 
     def give_back(self, number: int, results: Nest) -> None:
-        if number == len(self._chunk_ends) - 1:  # behind all experts: so far a checkpoint repeats
+        # behind all experts: up to here a checkpoint repeats the forward
+        if number == len(self._chunk_ends) - 1:
             self._across.keep_for_backward(0, leaves_of(results))
         self._inside.give_back(number, results)
 

@@ -1,4 +1,14 @@
-"""Placement of a layer's experts on the ranks of a group, and on its nodes."""
+"""Say where a layer's experts live: on which rank of its group, and on which node.
+
+An expert has a number, which topk_idx names, and a place, in which rank r has places [r * e, (r + 1) * e). They are the
+same until experts move (planning/placement.py): experts_in_place[place] is the expert there. Rows are sent in an order
+of their own, the slots: sorted by chunk, then by place, so that what travels at once lies together. With E = 4 experts
+on 2 ranks, in 2 chunks:
+
+    place    0  1  2  3        rank 0 has places 0 and 1
+    chunk    0  1  0  1        the first expert of each rank travels first
+    slot     0  2  1  3
+"""
 
 from __future__ import annotations
 
@@ -56,11 +66,11 @@ class ExpertPlacement:
         self.layer_index = next_layer_index(self.group)
         self.experts_in_place = list(range(self.num_experts))  # rank r holds the r-th part
         self.shadows: tuple[int, ...] = ()  # experts that are computed where their tokens are
-        # where fully_shard_experts() has cut the experts again: the ranks that share the experts of each rank
+        # by rank, the ranks that hold shards of its experts, where fully_shard_experts() has cut them; else None
         self.sharing_ranks: list[list[int]] | None = None
         self.nodes: Nodes | None = None  # of exchange="node"
         self.wire = "full"  # of wire.WIRES
-        self.layout = ""  # the ranks of the group check once that all have this one
+        self.layout = ""  # the ranks compare it before the first rows (ExpertParallel)
         self.row_limit: RowLimit | None = None
         if max_rows_per_rank is not None:
             ranks = dist.get_process_group_ranks(find_group(self.group))
@@ -71,7 +81,7 @@ class ExpertPlacement:
         return _tables(tuple(self.experts_in_place), self.num_local_experts, tuple(chunk_ends))
 
     def split_shadows(self, topk_idx: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Split choices: of experts to travel to, and of shadowed ones numbered as in shadows; -1 for the rest."""
+        """Split topk_idx: choices that travel, and of shadowed experts their index in shadows; -1 elsewhere."""
         if not self.shadows:
             return topk_idx, None
         number = [-1] * self.num_experts
@@ -82,7 +92,7 @@ class ExpertPlacement:
 
     @property
     def places_of_shadows(self) -> tuple[int, ...]:
-        """The places of the experts that every rank has a copy of."""
+        """List the places of the shadowed experts."""
         return tuple(self.experts_in_place.index(expert) for expert in self.shadows)
 
 
@@ -90,13 +100,13 @@ class Tables(NamedTuple):
     """Numbers of a layer's experts on their way. W ranks, C chunks of the experts of each.
 
     A chunk's rows lie together, and in it the rows for one rank, so that they travel without another copy. Counts go to
-    their ranks together, those of a rank by chunk.
+    their ranks in one message, so they are picked by rank, and by chunk within it. A way is a chunk of a rank.
     """
 
-    slots: tuple[int, ...] | None  # [E]: place of each expert in the order of sending; None: its own number
-    slots_by_rank: tuple[int, ...] | None  # [E]: the slots of each rank's experts; None: in order
-    ways: tuple[int, ...]  # [E]: where its tokens go, chunk * W + rank
-    ways_by_rank: tuple[int, ...] | None  # [W * C]: the ways to each rank; None: in order
+    slots: tuple[int, ...] | None  # [E]: position of each expert in the order of sending; None: its number
+    slots_by_rank: tuple[int, ...] | None  # [E]: slot of each place, in the order of places; None: in order
+    ways: tuple[int, ...]  # [E]: chunk * W + rank of each expert
+    ways_by_rank: tuple[int, ...] | None  # [W * C]: ways, sorted by rank; None: in order
     local_numbers: tuple[int, ...]  # [E]: each expert's index within its rank
 
 
@@ -126,12 +136,13 @@ def _tables(experts_in_place: tuple[int, ...], num_local: int, chunk_ends: tuple
 class Nodes:
     """Placement of an ExpertParallel's experts on nodes: a node holds the experts of its ranks.
 
-    across: the experts of each node, for the group of the ranks that have this one's place on their nodes. inside: the
-    experts of each rank of this node. Plain data, as ExpertPlacement.
+    across: a placement on the group of one rank of each node, those with this rank's place on their node; each of them
+    stands for all experts of its node. inside: a placement on the ranks of this node. Plain data, as ExpertPlacement.
     """
 
     def __init__(self, group_name: str, num_local_experts: int):
         groups = _groups(find_group(group_name))
+        # places of the whole group, node by node: the places of `across`
         self._places = [
             rank * num_local_experts + local
             for node in groups.nodes
@@ -162,7 +173,7 @@ _of_nodes: weakref.WeakKeyDictionary[dist.ProcessGroup, _Groups] = weakref.WeakK
 def find_nodes(group: dist.ProcessGroup) -> list[list[int]]:
     """Find the ranks of each node, counted in the group, in the order of their first; a collective call.
 
-    A node is a host name, or so many neighbours as FMOE_RANKS_PER_NODE says.
+    A node is the ranks with one host name, or FMOE_RANKS_PER_NODE neighbours.
     """
     nodes: dict[object, list[int]] = {}
     mine = (_env.get("FMOE_RANKS_PER_NODE"), socket.gethostname())
@@ -183,7 +194,8 @@ def _groups(group: dist.ProcessGroup) -> _Groups:
             )
         rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
         mine = next(node for node in nodes if rank in node)
-        nodes.sort(key=lambda node: node[mine.index(rank)])  # new_group() sorts its ranks
+        # new_group() sorts its ranks, so the nodes must be in the order of their ranks in `across`
+        nodes.sort(key=lambda node: node[mine.index(rank)])
 
         def make(members: list[int]) -> dist.ProcessGroup:
             made = new_group_of(

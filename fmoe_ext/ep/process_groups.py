@@ -1,6 +1,9 @@
-"""Process groups by name, and what their ranks must agree on.
+"""Find process groups by name, and check what their ranks must agree on.
 
 An operator names its group by a string, so that it can stand in a compiled graph; register_group() says which it is.
+Ranks whose layers differ would wait for each other, or read each other's rows as their own: check_agreement() compares
+the layouts once, and explained() says which exchange failed where a rank is missing. new_group_of() makes groups of
+some ranks, around a fault of torch.
 """
 
 import hashlib
@@ -35,8 +38,8 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
 
     None is the default group. Any number of groups may be registered, each any number of times.
     timeout: after which an exchange over a communicator of our own (builds with USE_NCCL=1) is aborted and raises on
-    every rank. By default that of init_process_group(), or of the store that it was given; torch does not tell that of
-    new_group(), so say it here, on all ranks and before the group's first exchange.
+    every rank; by default the timeout of init_process_group(), or of the store that it was given. torch does not tell
+    the timeout of new_group(): give it here, on all ranks and before the group's first exchange.
     """
     if isinstance(group, DeviceMesh):
         group = group.get_group()
@@ -111,7 +114,7 @@ def check_same(what: str, value: Any, group: dist.ProcessGroup | None) -> None:
 
 
 def check_agreement(layout: str, name: str) -> None:
-    """Raise ValueError on every rank if layout, a layer's, is not the same on all; collective at its first call."""
+    """Raise ValueError on every rank if a layer's layout is not the same on all; collective at its first call."""
     group = find_group(name)
     agreed = _agreed.setdefault(group, set())
     if layout and layout not in agreed:
@@ -124,19 +127,23 @@ def check_agreement(layout: str, name: str) -> None:
 
 
 def new_group_of(ranks: Sequence[int], parent: dist.ProcessGroup, **options: Any) -> dist.ProcessGroup | None:
-    """Call dist.new_group() for ranks of a parent, all of which call this, each with its own; None if outside.
+    """Call dist.new_group() for ranks of a parent -> the group; None if this rank is not in it.
 
+    All ranks of the parent call it, each with the ranks of its own group.
     torch names a group of use_local_synchronization by its ranks and by how many groups this process has. After a group
-    of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where they have
-    different numbers, all ranks of the job make each group, or those that have fewer fill up with groups of themselves.
+    of some ranks only, the ranks would wait for each other under two names (pytorch/pytorch#189073). Where the numbers
+    differ, all ranks of the job make every group, or those that have fewer fill up with groups of themselves.
     """
     me = dist.get_rank()
+    # 1. Do all have as many groups? None: torch names groups otherwise
     counts = gather_values(_num_groups(me), parent)
     agree = None in counts or min(counts) == max(counts)
+    # 2. If not, and all ranks of the job are here: new_group() without local synchronization names alike everywhere
     if not agree and dist.get_world_size(parent) == dist.get_world_size():
         wanted = sorted(set(gather_values(tuple(ranks), parent)))
         made = {members: dist.new_group(list(members), **options) for members in wanted}
         return made[tuple(ranks)] if me in ranks else None
+    # 3. Else fill up to the same number
     missing = 0 if agree else max(counts) - counts[dist.get_rank(parent)]
     fillers = [_group_of(me) for _ in range(missing)]
     group = dist.new_group(list(ranks), use_local_synchronization=True, **options) if me in ranks else None
@@ -151,7 +158,10 @@ def _group_of(rank: int) -> dist.ProcessGroup:
 
 
 def _num_groups(rank: int) -> int | None:
-    """Number of groups of this process, as torch's name of a new one says; None where it names them otherwise."""
+    """Count this process's groups, by torch's name of a new one; None where torch names groups otherwise.
+
+    The name is the SHA-1 of the ranks and the number, so the number is found by trying.
+    """
     try:
         group = _group_of(rank)
     except ValueError:  # there is a group of that name
@@ -172,7 +182,7 @@ def gather_values(value: Any, group: dist.ProcessGroup | None) -> list[Any]:
 
 @contextmanager
 def explained(group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Say in a RuntimeError of the block which exchange failed, and why one does."""
+    """Raise a RuntimeError of the block again with the ranks of the group, and with the usual causes."""
     try:
         yield
     except RuntimeError as error:

@@ -32,7 +32,7 @@ def choose_shadows(
 ) -> tuple[int, ...]:
     """Choose the places of experts to shadow: the most loaded first, as many as make the expected step shortest.
 
-    Looks 8 experts past the best number so far: the step time may rise before it falls again.
+    The search ends 8 experts past the best number so far.
     """
     by_load = sorted(range(len(load)), key=lambda place: (-load[place], place))
     best = step_time(load, num_ranks, layer, hardware).total
@@ -42,7 +42,8 @@ def choose_shadows(
         total = step_time(load, num_ranks, layer, hardware, candidate).total
         if total < best:
             best, chosen = total, candidate
-        # one shadow does not help where several ranks are equally busy, all of them together do
+        # Where several ranks are equally busy, one shadow does not help and all of them together do: the step time may
+        # rise before it falls again.
         elif number - len(chosen) >= 8:
             break
     return chosen
@@ -53,8 +54,7 @@ def update_shadows(
 ) -> dict[str, tuple[int, ...]]:
     """Choose the shadowed experts of every expert-parallel layer of a module from its load since the last call.
 
-    All ranks call it, between steps; it is a collective call. hardware: ep.cost.Hardware, measured with
-    the shapes of the first layer if None.
+    A collective call, between steps. hardware: ep.cost.Hardware; None: measured with the shapes of the first layer.
     Returns {name of the layer: experts}. Experts other than FusedExperts are never shadowed.
     """
     chosen: dict[str, tuple[int, ...]] = {}
@@ -65,6 +65,7 @@ def update_shadows(
         weights = layer.experts.weights
         load = parallel.pop_load()
         order = parallel.experts_in_place
+        # weights: w1 [e, H or 2H, D], b1, w2 [e, D, H], b2
         sizes = Layer(
             layer.d_model,
             weights[2].shape[2],
@@ -92,7 +93,7 @@ def fetch(
 ) -> tuple[torch.Tensor | None, ...]:
     """Bring the parameters of the experts at `places` to every rank: weights [e, *] or None -> [S, *] each.
 
-    after: what a compiled graph computes first.
+    after: a tensor that a compiled graph computes first (traced.in_turn).
     """
     present = [w for w in weights if w is not None]
     if torch.compiler.is_compiling():

@@ -1,7 +1,8 @@
-"""Static mode: every message has max_rows_per_rank rows for each peer, so that no size comes from the device.
+"""Bound the rows of a message (max_rows_per_rank), and notice where the bound was passed.
 
-What is not filled is padding, rows of zeros for no expert. A step then needs no copy to the host and can be captured in
-a CUDA graph.
+In static mode every message has max_rows_per_rank rows for each peer, so that no size comes from the device; what is
+not filled is padding, rows of zeros for no expert. A step then needs no copy to the host and can be captured in a CUDA
+graph. plan.StaticPlan makes such messages.
 
 Letters of shapes: W ranks.
 """
@@ -14,10 +15,10 @@ from fmoe_ext.ep.exchange import check
 
 
 class RowLimit:
-    """max_rows_per_rank of one layer, and what the ranks of its group have needed.
+    """max_rows_per_rank of one layer, and how many rows the ranks of its group have needed.
 
-    On the CPU a step that needs more raises. On CUDA, where asking would wait for the device, what it computes is NaN
-    on every rank, and raise_if_passed() raises when check_max_rows() is called.
+    On the CPU a step that needs more raises. On CUDA, where to read the number would wait for the device, all that the
+    step computes is NaN on every rank, and check_max_rows() raises when it is called.
     """
 
     def __init__(self, max_rows: int, layer_index: int, ranks: list[int]):
@@ -33,9 +34,9 @@ class RowLimit:
         return not x.is_cuda if self.raises_at_once is None else self.raises_at_once
 
     def note(self, needed: torch.Tensor, headers: torch.Tensor) -> torch.Tensor:
-        """Keep for raise_if_passed() what would be an error now -> whether all is lost, a bool on the device.
+        """Keep the numbers for raise_if_passed() -> whether this step's results are lost, a bool on the device.
 
-        needed [ranks]: the most rows that each rank has for one peer. headers [ranks, n]: to be equal.
+        needed [W]: the most rows that each rank has for one peer. headers [W, n]: equal if nothing is wrong.
         """
         differ = (headers != headers[:1]).any().long().view(1)
         seen = torch.cat((needed, differ))
@@ -46,7 +47,7 @@ class RowLimit:
         return (needed > self.max_rows).any() | (differ > 0).any()
 
     def raise_if_passed(self, group: str) -> None:
-        """Raise what note() has kept, and start anew; waits for the device. group: the layer's."""
+        """Raise RuntimeError if note() has kept an error, and start anew; waits for the device. group: the layer's."""
         if self._seen is None:
             return
         *needed, differ = self._seen.tolist()

@@ -1,8 +1,10 @@
-"""exchange="token": a token is sent once to a rank that has several of its experts, and its results are summed there.
+"""exchange="token": send a token once to a rank that has several of its experts, and sum its results there.
 
 DeepEP and its followers call it a deduplicated dispatch. The numbers of the experts and the weights of all choices go
-with the token. With chunks it is once for each chunk of a rank that has an expert of it. Such a chunk of a rank is a
-way: the choices of a token that go one way share a row, which stands where the first of them would.
+with the token. With chunks a token goes once to each chunk of a rank. Such a chunk is a way: the choices of a token
+that go one way share a row, which stands where the first of them would. With 2 experts a rank, one chunk:
+
+    token chose experts 0, 3, 1    ways 0, 1, 0    2 rows: to rank 0 for [0, -1, 1], to rank 1 for [-1, 1, -1]
 
 Letters of shapes: T tokens, K choices of a token, E experts, R rows to send, one for each token and way it goes, N rows
 that come.
@@ -41,7 +43,7 @@ class TokenExchange(Exchange):
         """Make the local number of each choice's expert [R, K], -1 where it goes another way, and weights [R, K]."""
         row_idx, inverse = self._plan.row_idx, self._plan.inverse
         local_E = constant(self._tables.local_numbers, self._topk_idx.device)
-        is_wide = self._placement.num_local_experts >= 2**15  # a small dtype otherwise, since they travel
+        is_wide = self._placement.num_local_experts >= 2**15  # else int16, since they travel
         expert_RK = experts_of_rows(self._topk_idx, self._way_TK, local_E, row_idx, is_wide)
         return [expert_RK, ops.permute(weights, row_idx, inverse)]
 

@@ -1,6 +1,6 @@
-"""The exchange of a compiled graph, of operators that the compiler traces; sizes come as one copy to the host.
+"""Exchange rows in a compiled graph, by operators that the compiler traces; sizes come as one copy to the host.
 
-All experts of a rank are one chunk: nothing is under way while others compute. Their sums are the same.
+All experts of a rank are one chunk, so nothing travels while others compute; each expert's sums are the same.
 
 A compiler may reorder operators that need nothing of each other; ranks whose exchanges come in different orders would
 wait for each other forever. So each exchange takes a result of the one before it (plan.agree_on_rows, in_turn).
@@ -28,16 +28,16 @@ def _exchange_rows(
 ) -> list[torch.Tensor]:
     """Send the first sizes[0][0] rows of each x to rank 0 of the group, the next to rank 1, ... -> what came.
 
-    xs: [R, *] each, of any dtype; sizes [2, W] int64 on the CPU: rows to each rank, and from each; None: max_rows
-    to and from each -> [num_rows, *] each, rows by source rank, zero behind. Differentiable: the gradient goes the way
-    back. Equivalent to: torch.distributed.all_to_all_single of each.
+    xs: [R, *] each, of any dtype. sizes [2, W] int64 on the CPU: rows to each rank, and from each; None: max_rows to
+    and from each. -> [num_rows, *] each, rows by source rank, zeros behind them. Differentiable: the gradient goes the
+    way back. Equivalent to: torch.distributed.all_to_all_single of each.
     """
     if sizes is None:
         send = recv = [max_rows] * torch.distributed.get_world_size(find_group(group))
     else:
         send, recv = sizes.tolist()
     outs = [x.new_empty((num_rows, *x.shape[1:])) for x in xs]
-    for out in outs:  # static mode has buffers of one size, of which the rows may fill less
+    for out in outs:  # num_rows may be more than what comes
         out[sum(recv) :] = 0
     targets, sources = [out[: sum(recv)] for out in outs], [x[: sum(send)].contiguous() for x in xs]
     wait([start_exchange(targets, sources, send, recv, group)], group)
@@ -71,9 +71,9 @@ register_autograd("fmoe_ext::exchange_rows", _backward, _setup_context, places=(
 
 @custom_op("fmoe_ext::in_turn")
 def in_turn(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tensor]:
-    """Copy xs where no compiler does so before it has `after`, of a floating dtype.
+    """Copy xs, but not before `after` (of a floating dtype) is computed: a dependency that no compiler can reorder.
 
-    So exchanges that need nothing of each other come in one order on all ranks. In the backward that order is reversed.
+    So exchanges that need nothing of each other come in one order on all ranks, and in the reverse in the backward.
     """
     return [x.clone() for x in xs]
 

@@ -1,7 +1,7 @@
-"""overlap_degree="auto", exchange="auto": chosen from what the exchange and the experts took in the first steps.
+"""Choose overlap_degree="auto" and exchange="auto" by the times of the first forwards.
 
-Each exchange runs for some forwards under a stopwatch, which waits for the device after each phase (Exchange.lap). The
-ranks then share their medians, and choose alike what is fastest on the slowest rank.
+Each exchange runs for NUM_STEPS forwards under a stopwatch, which waits for the device after each phase (Exchange.lap).
+The ranks then share their medians, and all choose what is fastest on the slowest rank.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ NUM_STEPS = 4
 
 
 class Stopwatch:
-    """The times of some forwards of a layer."""
+    """Times of some forwards of a layer, by part: "sort", "counts", "permute", "exchange", "compute"."""
 
     def __init__(self) -> None:
         self.steps: list[defaultdict[str, float]] = []  # seconds of each part of each forward
@@ -86,7 +86,7 @@ class Tuner:
         num_chunks = None
         if self.tunes_overlap:
             times = [rank[exchange] for rank in of_ranks]
-            # Who comes last does not wait for others: the shortest time of a message is the message's own.
+            # The rank that comes last to a message waits for nobody: the shortest time is the message's own.
             latency = min(rank["counts"] for rank in times)
             travel = min(rank["exchange"] for rank in times)
             compute = max(rank["compute"] for rank in times)

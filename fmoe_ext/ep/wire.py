@@ -1,9 +1,10 @@
-"""Rows that travel between ranks in 8 bits: numbers of E4M3 with a scale for each row, or for 32 columns of it.
+"""Pack rows into 8 bits for their way between ranks: E4M3 with a scale for each row, or for 32 columns of it.
 
-A row x of D columns becomes D + 4 bytes ("fp8": x / s in E4M3, s = max|x| / 448 in float32 behind it), or D + D / 32
-("mxfp8": powers of two, a byte each). A value errs by up to 1/16 of itself, or a few millionths of the largest in its
-row or block. A row, or block, with an infinity or a NaN arrives as NaNs: nothing that was not finite turns into a
-number.
+    "fp8"      D codes | s in float32            D + 4 bytes, x = code * s, s = max|x| of the row / 448
+    "mxfp8"    D codes | D / 32 exponents        D + D / 32 bytes, x = code * 2 ** (exponent - 127)
+
+A value errs by up to 1/16 of itself, or a few millionths of the largest in its row or block. A row, or block, with an
+infinity or a NaN arrives as NaNs: nothing that was not finite turns into a number.
 """
 
 import torch
@@ -14,7 +15,7 @@ _BLOCK = 32
 
 
 def is_packed(x: torch.Tensor, wire: str) -> bool:
-    """Return whether rows are packed: floats in whole blocks. Weights, labels and float64 travel as they are."""
+    """Return whether x [R, D] travels packed: rows of floats do. Weights, labels and float64 travel as they are."""
     is_short = x.dim() != 2 or x.shape[1] < _BLOCK
     if wire == "full" or is_short or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False

@@ -1,9 +1,12 @@
-"""Wrappers of data parallelism that would take different experts for copies of each other: refused.
+"""Refuse wrappers of data parallelism that would take different experts for copies of each other.
 
-Experts differ between the ranks of their layer's moe_group. DistributedDataParallel and DeepSpeed overwrite them with
-those of their first rank and average their gradients, fully_shard makes one parameter out of pieces of them, all
-without a word, unless their ranks hold the same experts. The first is seen when it takes the model in, before it
-changes anything, the others at the next forward.
+Experts differ between the ranks of their layer's moe_group. Without a word DistributedDataParallel and DeepSpeed would
+overwrite them with those of the first rank and average their gradients, and fully_shard would make one parameter out of
+pieces of them. That is right only over ranks that hold the same experts.
+
+DistributedDataParallel is caught when it takes the model in, before it changes anything (_check_registration, a hook of
+torch on every module that gets a submodule). The others are found at a layer's next forward (check_wrappers), on the
+stack of Python, as no module knows its parent.
 """
 
 from __future__ import annotations
@@ -28,7 +31,7 @@ if TYPE_CHECKING:
 
 
 def check_wrappers(layer: nn.Module) -> None:
-    """Raise ValueError if fully_shard or DeepSpeed joins experts of different ranks; cheap if they are as before.
+    """Raise ValueError if fully_shard or DeepSpeed joins experts of different ranks; cheap for parameters seen before.
 
     layer: an FMoE, or a module of experts that has an expert_parallel.
     """
@@ -74,6 +77,7 @@ def _experts_of(layer: nn.Module) -> nn.Module | None:
     return getattr(layer, "experts", layer)
 
 
+# what the wrapper does to the experts, and the way out: for the error of _refuse_shared()
 _SHARDED = (
     "fully_shard would make one parameter out of pieces of them",
     "pass ignored_params=set(layer.experts.parameters()) to fully_shard and reduce those gradients over the ranks "
@@ -111,8 +115,7 @@ def running_deepspeed() -> Any:
 
 def _running_modules() -> Iterator[nn.Module]:
     """Find the modules whose forward is running, innermost first, each once."""
-    # nn.Module has no parent, and a wrapper says nowhere what is inside it: only the stack knows who calls a layer.
-    # torch's hooks for all modules would know it too, but slow every module of the process; this runs once a layer.
+    # torch's hooks for all modules would know them too, but slow every module of the process; this runs once a layer.
     seen: set[int] = set()
     frame: FrameType | None = inspect.currentframe()
     while frame is not None:
@@ -134,7 +137,8 @@ def _check_registration(parent: nn.Module, name: str, module: nn.Module | None) 
     if name != "module" or module is None or not isinstance(parent, DistributedDataParallel):
         return
     params = [(name, p) for name, p in module.named_parameters() if name not in parent.parameters_to_ignore]
-    # The running constructor has an argument init_sync, which DistributedDataParallel does not keep.
+    # init_sync=False overwrites nothing. It is an argument that DistributedDataParallel does not keep: its constructor,
+    # which is running, has it.
     frame = inspect.currentframe()
     while frame is not None and not (frame.f_locals.get("self") is parent and "init_sync" in frame.f_locals):
         frame = frame.f_back
