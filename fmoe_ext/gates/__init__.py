@@ -46,12 +46,12 @@ from fmoe_ext.gates.softmax_gate import NormedGate, SoftmaxGate, UniformGate
 from fmoe_ext.gates.swipe_gate import SwipeGate
 from fmoe_ext.gates.switch_gate import SwitchGate
 
-# Pickles of earlier releases look for these where they were.
+# Pickles of earlier releases have these gates in scored_gate, from which they have moved.
 for _gate in (SoftmaxGate, NormedGate, UniformGate):
     setattr(scored_gate, _gate.__name__, _gate)
 
-# Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each. Not HashGate, which needs
-# token ids; "faster" is FasterGate of the first node.
+# Gates by name, for command lines and configuration files; FMoE(gate=GATES[name]) takes each. Without HashGate, which
+# needs the size of the vocabulary; "faster" is FasterGate of the first node.
 GATES: Mapping[str, Callable[..., nn.Module]] = MappingProxyType(
     {
         "naive": NaiveGate,

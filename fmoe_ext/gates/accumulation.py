@@ -1,9 +1,10 @@
-"""The loss of a whole batch, exactly, where it is trained in microbatches.
+"""Compute the gates' loss of a whole batch, exactly, where it is trained in microbatches.
 
-Gates' losses are functions of sums over all tokens (choices and scores of each expert, logsumexp^2, tokens), which
-they ask of gate.ranks; here the sums of the other microbatches join. The balance loss is a product of such sums: its
-gradient for one microbatch needs the choices of all, of later ones too, so that a single pass that frees the graph of
-one microbatch before the next cannot have it. Hence two exact forms, and the local one:
+A gate's loss is a function of sums over all tokens (choices and scores of each expert, logsumexp^2, tokens), for which
+the gate asks gate.ranks. A block of this module puts itself around gate.ranks (_Sums) and adds the sums of the other
+microbatches. The balance loss is a product of such sums: its gradient for one microbatch needs the choices of all, of
+later ones too, which a single pass that frees each microbatch's graph before the next does not have. Hence two exact
+forms, and the local one:
 
 * WholeBatch: a first pass without gradients counts, the second trains. It costs a forward;
 * all_forwards_first(): one pass, for programs that run every forward before the first backward (GPipe);
@@ -90,9 +91,9 @@ def all_forwards_first(model: nn.Module) -> Iterator[None]:
 
 
 def loss_share(gate: BaseGate, microbatch: int, rows: Sequence[int]) -> float:
-    """Weigh one microbatch's gate loss in the loss of the batch, for microbatches of these sizes.
+    """Return the weight of one microbatch's gate loss in the loss of the batch. rows: of each microbatch.
 
-    As many as its rows; inside WholeBatch and all_forwards_first as much as makes it exact.
+    Its share of the rows; inside WholeBatch and all_forwards_first the weight that makes the sum exact.
     """
     sums = _sums_of_thread(gate)
     if sums is not None:
@@ -129,6 +130,7 @@ def _summing_gates(model: nn.Module) -> list[Any]:
     return gates
 
 
+# guards the chain gate.ranks -> inner -> inner ..., which blocks of several threads change
 _lock = threading.Lock()
 
 
@@ -146,7 +148,7 @@ def _in_place(sums: Mapping[Any, _Sums]) -> Iterator[None]:
 
 
 def _take_out(gate: Any, own: _Sums) -> None:
-    """End the block of these sums; blocks of several threads end in any order."""
+    """Take the sums of a block out of the chain of a gate's ranks; blocks of several threads end in any order."""
     with _lock:
         if gate._ranks is own:
             gate.ranks = own.inner
@@ -160,17 +162,17 @@ def _take_out(gate: Any, own: _Sums) -> None:
 class _Running(threading.local):
     """The forward that runs on this thread."""
 
-    microbatch: int | None = None  # its number; None for one of a thread outside of the block
-    slot = 0  # the number of the next sum that others() is asked for
+    microbatch: int | None = None  # its number; None for a forward of a thread outside of the block
+    slot = 0  # the number, in the forward, of the next sum that others() is asked for
 
     def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
         return _Running, ()  # a copy of a gate runs nothing yet
 
 
 class _Sums:
-    """A gate's ranks that remember their sums.
+    """A gate's ranks that remember the sums of each microbatch, a forward of the thread that is in the block.
 
-    Those of the thread that is in the block; forwards of other threads have their own sums alone.
+    A forward of another thread gets what it would have without the block. _Sums itself is the first pass of WholeBatch.
     """
 
     def __init__(self, ranks: Any):
@@ -189,9 +191,11 @@ class _Sums:
         return self.inner.of_thread() if isinstance(self.inner, _Sums) else self.inner
 
     def begin_forward(self, gate: nn.Module, _: Any) -> None:
+        """Number the microbatch of the forward that begins: a hook before the gate's forward."""
         now = self._now
         now.slot, now.microbatch = 0, None
         forward = forward_of_layer(gate)
+        # a backward's thread may repeat a forward: what counts is the thread that ran it first
         if (current_thread() if forward is None else forward.thread) != self.thread:
             return
         if forward is not None and forward.microbatch is not None:  # a checkpoint repeats it
@@ -216,7 +220,7 @@ class _Sums:
         return own
 
     def share(self, microbatch: int, num_microbatches: int) -> float:
-        """Weigh this microbatch's loss in the loss of the batch."""
+        """Return the weight of this microbatch's loss in the loss of the batch."""
         return 1 / num_microbatches
 
     def others(self, numbers: range, like: torch.Tensor) -> torch.Tensor:
@@ -228,7 +232,7 @@ class _Sums:
 
 
 class _WithOthers(_Sums):
-    """The second pass: the sums of the other microbatches are those of the first."""
+    """The second pass of WholeBatch: this microbatch's sum with its gradient, and of the others the first pass's."""
 
     def __init__(self, first: _Sums):
         super().__init__(first.inner)
@@ -252,11 +256,14 @@ class _WithOthers(_Sums):
 
 
 class _SoFar(_Sums):
-    """One pass: the sums of earlier microbatches, with their graphs."""
+    """all_forwards_first(): this microbatch's sum and those of earlier ones, with their graphs.
+
+    The last loss is then the whole batch's, and share() counts it alone.
+    """
 
     def joined(self, own: torch.Tensor, microbatch: int) -> torch.Tensor:
         mine = self.recorded[microbatch]
-        if len(mine) == self._now.slot:
+        if len(mine) == self._now.slot:  # not in a forward that a checkpoint repeats
             mine.append(own)
         return own + self.others(range(microbatch), own)
 

@@ -1,14 +1,14 @@
-"""BaseGate: what every gate has besides its choices.
+"""BaseGate: what every gate has besides its choices, its balance loss, a tape, and the ranks that it counts over.
 
-* A balance loss, which is state of the module: the forward sets it, and a training loop that knows nothing of the
-  layers between reads it once a step. A thread reads the loss of its own last forward; a compiled program, which
-  cannot tell threads apart, has one for all of them.
-* A tape. Where activation checkpointing repeats a forward, logits that differ in their last bit must not send a token
-  to another expert, whose gradient would then lack it. So a gate asks choose(pick) for its choices: without a tape
-  these are pick(), and the step that runs remembers them; the repetition gives the gate a tape (recompute.Repeat) that
-  plays them back instead. balance.RoutingReplay records and plays through the same place. A thread has its own tape.
-  topk() is choose() for gates that take the best logits, and weighs them in the same operator.
-* Ranks: its counts, losses and capacities are over the tokens of all ranks that share its experts.
+* The balance loss is state of the module: the forward sets it, and a training loop that knows nothing of the layers
+  between reads it once a step (losses.total_loss). A thread reads the loss of its own last forward; a compiled program,
+  which cannot tell threads apart, has one for all of them.
+* The tape. Where activation checkpointing repeats a forward, logits that differ in their last bit must not send a token
+  to another expert, whose gradient would then lack it. So a gate asks choose(pick) for its choices: without a tape it
+  gets pick(), which the step remembers; for the repetition the layer gives the gate a tape (recompute.Repeat) that
+  plays them back. balance.RoutingReplay records and plays through the same place. Each thread has a tape of its own.
+  topk() is choose() for gates that take the best logits; it weighs them in the same operator.
+* Ranks: counts, losses and capacities are over the tokens of all ranks that share the gate's experts.
 """
 
 import threading
@@ -80,8 +80,8 @@ class _Loss:
     loss: torch.Tensor | None
     lacks_gradient: bool  # a training forward that ran without gradients
     num_calls: int  # forwards with gradients since total_loss() read a loss
-    of_graph: Any  # what the last compiled program had left in the gate by then
-    is_read: bool = False  # by total_loss(), which then takes it for an earlier forward's
+    of_graph: Any  # graph_loss at that time: another one now means that a compiled forward came later
+    is_read: bool = False  # by total_loss(): the next forward has set no loss yet
 
 
 class _Losses(threading.local):
@@ -150,7 +150,7 @@ class BaseGate(nn.Module):
 
     @property
     def ranks(self) -> Ranks:
-        """Return the ranks whose tokens count together; in gates.accumulation's blocks, their sums."""
+        """Return the ranks whose tokens count together; in a block of accumulation.py, its sums around them."""
         ranks = self._ranks
         if type(ranks) is OneRank:
             return ranks
@@ -176,7 +176,7 @@ class BaseGate(nn.Module):
         """Keep the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
         if torch.compiler.is_compiling():
-            if is_exporting():
+            if is_exporting():  # an exported program has no state of the module to set
                 return
             # reads nothing: a graph is compiled again for each value that it reads
             self.graph_loss, self.graph_loss_is_read = loss, False
@@ -195,6 +195,7 @@ class BaseGate(nn.Module):
         if torch.compiler.is_compiling():
             return None
         own = self._losses.last or self._last_loss
+        # a compiled forward came after this thread's last eager one
         is_newer = self.graph_loss is not None and (own is None or own.of_graph is not self.graph_loss)
         return None if is_newer else own
 
@@ -210,12 +211,12 @@ class BaseGate(nn.Module):
 
     @property
     def loss_is_read(self) -> bool:
-        """Return whether total_loss() has read it, which then takes it for an earlier forward's."""
+        """Return whether total_loss() has read this loss; it then takes it for an earlier forward's."""
         own = self._loss_of_thread
         return self.graph_loss_is_read if own is None else own.is_read
 
     def note_read(self) -> int:
-        """Make loss_is_read true -> how many forwards with gradients there were since it was."""
+        """Set loss_is_read -> the number of forwards with gradients since it was set last."""
         own = self._loss_of_thread
         if own is None:
             self.graph_loss_is_read = True
@@ -254,7 +255,7 @@ class BaseGate(nn.Module):
 
     @property
     def has_loss(self) -> bool:
-        """Return whether get_loss() has one."""
+        """Return whether there is a balance loss for get_loss()."""
         return self.loss is not None
 
     @property
@@ -285,9 +286,9 @@ class BaseGate(nn.Module):
 
     @property
     def tape(self) -> Any:
-        """Return this thread's tape: of RoutingReplay while it records or plays, of FMoE while it repeats a forward.
+        """Return this thread's tape: RoutingReplay's while it records or plays, FMoE's while it repeats a forward.
 
-        None where nobody does.
+        None without one.
         """
         return tape_of_thread(self._tapes) if self._tapes else None
 
@@ -310,7 +311,7 @@ class BaseGate(nn.Module):
         scale: float = 1.0,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose by ops.topk_gate, or while choices are played back take those, weighed by the present logits."""
+        """Choose by ops.topk_gate; while choices are played back, take those, weighed by the present logits."""
         if self.weighs_while_choosing:
             topk_idx, topk_weights = ops.topk_gate(logits, top_k, score, normalize, scale=scale, **options)
             return self.choose(lambda: topk_idx), topk_weights
@@ -325,7 +326,7 @@ class BaseGate(nn.Module):
         return topk_idx, weights_of(logits, topk_idx, score, normalize, scale)
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return pick(), the choices of this forward, or while choices are played back those."""
+        """Return pick(), the choices of this forward; while choices are played back, those."""
         tape = self.tape if self._tapes else None
         selected = pick() if tape is None else tape.choose(pick)
         note_selected(selected)
@@ -342,7 +343,7 @@ class BaseGate(nn.Module):
 
 
 def _without_forwards() -> dict[str, Any]:
-    """Make the state that forwards leave in a gate, as it is before the first one."""
+    """Return a gate's state of forwards, as before the first one."""
     return {"graph_loss": None, "_last_loss": None, "_losses": _Losses(), "_tapes": {}}
 
 

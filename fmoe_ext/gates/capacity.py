@@ -35,7 +35,10 @@ def check_factors(capacity: object) -> None:
 
 
 def fits_drop_choices(topk_idx: torch.Tensor, ranks: Ranks) -> bool:
-    """Return whether ops.drop_choices is to drop and count at once: a graph fuses more, and a GPU has no kernel."""
+    """Return whether ops.drop_choices should drop and count at once: on one rank on the CPU, outside of a graph.
+
+    A compiler fuses more than this operator does, and a GPU has no kernel for it.
+    """
     is_alone = type(ranks) is OneRank and topk_idx.device.type == "cpu"
     return is_alone and not torch.compiler.is_compiling()
 

@@ -1,3 +1,5 @@
+"""ExpertChoiceGate: experts choose tokens, each the same number, so that no load has to be evened out."""
+
 import torch
 
 from fmoe_ext.gates.base_gate import Ranks

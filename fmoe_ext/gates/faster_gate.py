@@ -1,3 +1,9 @@
+"""FasterGate: few tokens leave their node, as the links between nodes are slow (FasterMoE).
+
+Only the first choice of a token may be on another node, and of few tokens; a gate therefore knows on which node it is
+(gen_faster_gate).
+"""
+
 import functools
 from collections.abc import Callable
 from typing import TypeVar
@@ -53,6 +59,7 @@ class FasterGate(GateOverRanks):
                 f"node_rank must be in [0, {num_nodes}), the nodes of {world_size} ranks, but got {node_rank}; "
                 "FMoE passes it only through gate=gen_faster_gate(node_rank)"
             )
+        # the last node may have fewer ranks
         first = node_rank * gpus_per_node * n_expert
         self._local_experts = range(first, min(first + gpus_per_node * n_expert, self.num_experts))
         if len(self._local_experts) < 2:
@@ -92,6 +99,7 @@ class FasterGate(GateOverRanks):
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 
     def _stay_in_node(self, logits: torch.Tensor, best: torch.Tensor) -> torch.Tensor:
+        # 1. Who may leave: of the tokens whose best expert is on another node, those with the highest logits there.
         first = best[:, 0]  # [T], of all experts
         outgoing = ~self.is_local[first]  # [T]
         allowed = int(self.outgoing_fraction * first.shape[0])
@@ -99,13 +107,13 @@ class FasterGate(GateOverRanks):
         # the place of each token among those that want to leave, by its score there
         place = score.argsort(descending=True, stable=True).argsort()
         leaves = outgoing & (place < allowed)
-        # [T, 2], of the experts of this node
+        # 2. The choices under that limit, [T, 2]: of the experts of this node, but the best of all first if it leaves.
         in_node = ops.topk_gate(logits.masked_fill(~self.is_local, -torch.inf), self.top_k)[0]
         limited = in_node.clone()
         limited[:, 0] = torch.where(leaves, first, in_node[:, 0])
         # a token that leaves has its best expert of this node second
         limited[:, 1] = torch.where(leaves, in_node[:, 0], in_node[:, 1])
-        # by torch.where: the host does not wait for how many want to leave
+        # 3. Unless too many want to leave, all take their two best. By torch.where: the host waits for no number.
         return torch.where(outgoing.sum() > allowed, limited, best)
 
 

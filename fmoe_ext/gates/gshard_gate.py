@@ -1,3 +1,9 @@
+"""GShardGate: two experts for each token, the second at random, and a capacity (GShard); DCGate, with another capacity.
+
+A second expert of small weight adds little, so it is kept with a probability that grows with its weight. On a single
+rank one operator chooses, counts and computes the loss (choose_in_one_node), else the steps of forward() do.
+"""
+
 from collections.abc import Sequence
 
 import torch
@@ -61,7 +67,8 @@ class GShardGate(GateOverRanks):
         return self._why_it_drops(self.capacity[0 if self.training else 1])
 
     def _why_it_drops(self, factor: float) -> str | None:
-        many = 2**20 * self.num_experts  # tokens, of which rounding up is no share
+        # even if all tokens choose one expert; of so many tokens that rounding up makes no difference
+        many = 2**20 * self.num_experts
         if self.expert_capacity(factor, many) >= many:
             return None
         return f"it drops choices over its capacity {self.capacity}; a large enough one drops none"
@@ -83,7 +90,7 @@ class GShardGate(GateOverRanks):
             topk_idx = self.ranks.apply_capacity(chosen, self.num_experts, self._capacity_of(chosen))
             if self.random_routing and self.training:
                 weight_T = topk_weights[:, 1].detach()
-                # in place: topk_idx is fresh from apply_capacity
+                # in place, as apply_capacity has made topk_idx
                 topk_idx[:, 1].masked_fill_(2 * weight_T < torch.rand_like(weight_T), -1)
         return (topk_idx, topk_weights, logits) if return_all_scores else (topk_idx, topk_weights)
 

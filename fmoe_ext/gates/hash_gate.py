@@ -1,3 +1,8 @@
+"""HashGate: a table has the experts of each token of the vocabulary; nothing is chosen, only weighed.
+
+Tokens are vectors by the time they reach a gate, so fmoe_ext.token_ids() around the model's call says which they were.
+"""
+
 from typing import Any
 
 import torch

@@ -1,7 +1,10 @@
 """Balance losses: how unevenly experts are used, as numbers that training can lower.
 
-f_e, the share of choices of expert e, has no gradient: it counts. p_e, its mean score, has one, and where f_e is large
-the product pushes p_e down (Shazeer et al., 2017; Switch Transformer, 2021). E sum_e f_e p_e is 1 when both are even.
+    f_e    share of the choices that are expert e    counts, so it has no gradient
+    p_e    mean score of expert e                    has one; where f_e is large the loss pushes it down
+
+E sum_e f_e p_e is 1 when both are even (Shazeer et al., 2017; Switch Transformer, 2021). Gates call the losses and keep
+them; total_loss() sums what the gates of a model have kept.
 
 scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; ranks answers for all ranks that
 share the experts (OneRank for one). A loss that several ranks compute is the loss of all their tokens together.
@@ -55,7 +58,10 @@ def balance_loss_of_logits(
 def balance_of_sums(
     num_choices: torch.Tensor, score_sum: torch.Tensor, num_tokens: int | torch.Tensor
 ) -> torch.Tensor:
-    """Compute balance_loss of sum_over_ranks()'s results; num_choices [E] may count more tokens than score_sum [E]."""
+    """Compute balance_loss of sum_over_ranks()'s results; num_choices [E] may count more tokens than score_sum [E].
+
+    So "running" has the choices of many forwards and the scores of one.
+    """
     # counts have no gradient, but a sum over ranks gives them one; clamped for a forward without tokens
     num_choices = num_choices.detach()
     share = num_choices / num_choices.sum().clamp(min=1)  # [E], f_e
@@ -120,6 +126,7 @@ def sequence_balance_loss(
             f"there are {len(sequences)} tokens in sequences, but the gate has {num_tokens}: a loss of each sequence "
             'needs whole sequences on every rank, which slice_group cuts; take balance_loss="global" there'
         )
+    # 1 where a token chose an expert
     chosen_TE = torch.zeros_like(scores).scatter_add(
         1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
     )
@@ -131,7 +138,7 @@ def sequence_balance_loss(
         num_sequences = num_tokens // seq_len
     else:
         num_numbers = int(F.pad(sequences, (0, 1), value=-1).max()) + 1
-        if type(parts) is not OneRank:  # a part may have no real token of the last sequences
+        if type(parts) is not OneRank:  # another part may have later sequences, where this one has no token
             mine = torch.tensor([num_numbers], device=scores.device)
             num_numbers = max(int(count) for count in parts.gather(mine))
         zeros_BE = scores.new_zeros(num_numbers, num_experts)
@@ -195,6 +202,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             "Models of Transformers keep their own routers: output_router_logits=True adds "
             "router_aux_loss_coef times their loss"
         )
+    # 1. Warn of a model whose gates balance nothing.
     warns = model.training and not torch.compiler.is_compiling()
     if warns and not any(gate.balances or "no balance" in gate.warned for gate in gates):
         for gate in gates:
@@ -205,13 +213,14 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             'tokens may crowd at a few experts. A gate with a loss is gate="softmax"; "sigmoid" balances by a bias',
             stacklevel=2,
         )
-    # losses that were read belong to an earlier forward, unless nothing is new: then the last ones are asked for again
+    # 2. The losses of the last forward: those that were not read yet. If all were, this is a second call for them.
     new = [gate for gate in gates if gate.loss is not None and not gate.loss_is_read]
     if new:
         for gate in gates:
             if gate.loss_is_read:
                 gate.set_loss(None)  # the last forward did not reach it
     losses = [gate.get_loss(clear=False) for gate in (new or gates)]
+    # 3. Warn of layers that were called several times, of which the last call's loss is left.
     for gate in new:
         num_calls = gate.note_read()
         # inside all_forwards_first() the loss is of all calls
@@ -226,11 +235,13 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             "all calls together",
             stacklevel=2,
         )
+    # 4. Sum in float32 or wider, on the device of the gates.
     like = next((p for gate in gates for p in gate.parameters()), torch.zeros((), device="cpu"))
     dtype = torch.float64 if like.dtype == torch.float64 else torch.float32
     zero = torch.zeros((), dtype=dtype, device=like.device)
     total = sum((loss.sum() for loss in losses if loss is not None), zero)
+    # 5. A loop may call backward() on it, also where it is constant; a graph cannot return such a tensor.
     is_constant = model.training and torch.is_grad_enabled() and not total.requires_grad
-    if is_constant and not torch.compiler.is_compiling():  # a graph cannot return it so
+    if is_constant and not torch.compiler.is_compiling():
         total.requires_grad_()
     return total

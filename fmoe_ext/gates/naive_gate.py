@@ -1,7 +1,8 @@
-"""NaiveGate, the base of gates that are a linear layer; GateOverRanks, of those that count over ranks; ZeroGate.
+"""NaiveGate, the base of gates that are a linear layer; GateOverRanks, of gates that count over ranks; ZeroGate.
 
-The linear layer, the choice and the balance loss are one node of autograd where that has the same bits: in a small
-layer each node and operator costs the host more than its work (choose_in_one_node).
+In a small layer each operator and autograd node costs the host more than its work. So the linear layer, the choice and
+the balance loss are one node where that has the same bits (choose_in_one_node); SoftmaxGate, GShardGate and SwitchGate
+use it too.
 """
 
 import torch
@@ -74,10 +75,10 @@ class NaiveGate(BaseGate):
     def choose_in_one_node(
         self, inp: torch.Tensor, num_counted: int = 0
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
-        """Choose by topk_gate_of_linear, one autograd node, and set its loss, where it has the bits of the steps.
+        """Choose by topk_gate_of_linear and set its loss: as logits(), topk() and the loss, but in one autograd node.
 
-        None where logits come otherwise, or where a repetition keeps tensors or operators. num_counted: how many
-        choices of each token the balance loss counts, 0 for none.
+        None, and nothing is set, where those steps are needed: around a checkpoint, for a wrapped linear layer, for
+        unusual input. num_counted: how many choices of each token the balance loss counts, 0 for no loss.
         """
         step = current_step()  # None while compiling
         # a checkpoint compares the tensors that both forwards keep, a selective one their operators
@@ -90,7 +91,7 @@ class NaiveGate(BaseGate):
         weight, bias = linear.weight, linear.bias
         is_usual = (
             type(inp) is torch.Tensor
-            and (num_counted == 0 or not inp.is_cuda)  # where the loss is several operators
+            and (num_counted == 0 or not inp.is_cuda)  # on a GPU the loss is several operators
             and inp.dim() == 2
             and inp.shape[1] == self.d_model
             and inp.is_contiguous()
@@ -108,9 +109,9 @@ class NaiveGate(BaseGate):
             self.set_loss(topk_weights.new_zeros(1), constant=True)
         else:
             self.set_loss(loss)
-        if counts is not None and num_counted == self.top_k:  # else they are of first choices alone
+        if counts is not None and num_counted == self.top_k:  # GShard's are of first choices alone
             step.note_counts(topk_idx, counts)
-        if self._tapes:  # a tape that records alone
+        if self._tapes:  # one that only records, as weighs_while_choosing says
             return self.choose(lambda: topk_idx), topk_weights
         step.selected = topk_idx
         return topk_idx, topk_weights

@@ -1,3 +1,9 @@
+"""NoisyGate: top-k of logits with noise whose size is learned, and two losses that even out the load.
+
+Counts of choices have no gradient. The noise gives the load one: the probability, over the noise of one expert alone,
+that it is chosen is smooth in the logits (_prob_in_top_k), and its sum over tokens is the expected load.
+"""
+
 import math
 
 import torch

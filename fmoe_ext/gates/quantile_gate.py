@@ -1,3 +1,10 @@
+"""QuantileGate: a bias that one step moves to where every expert gets its even share of the tokens.
+
+SigmoidGate's bias goes a fixed amount up or down at each step. Here it is computed: an expert gets T K / E tokens if
+its bias is the lead over the other experts that T K / E tokens exceed. even_quantile() finds it over the tokens of all
+ranks without gathering them.
+"""
+
 from collections.abc import Mapping
 from typing import Any
 
@@ -9,7 +16,7 @@ from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.step import add_counts, is_counted
 
 SCORES = ("softmax", "sigmoid", "sqrtsoftplus")
-_DIGIT = 8  # bits of a value that one sum over the ranks decides
+_DIGIT = 8  # bits of a value that one round of counts over the ranks finds
 
 
 class QuantileGate(ScoredGate):
@@ -110,7 +117,7 @@ class QuantileGate(ScoredGate):
         if ranks_more and is_counted():
             best_left = biased.gather(1, ranked[:, self.top_k :])  # [T, 1], the best that is not chosen
             lead = scores - best_left  # [T, E]
-            found = even_quantile(lead, self.top_k, self.ranks)
+            found = even_quantile(lead, self.top_k, self.ranks)  # [E]
             if found is not None:
                 add_counts(self.quantile_sum, found.nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf))
                 add_counts(self.num_quantiles, (~found.isnan()).any())
@@ -141,14 +148,14 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
     num_tokens = torch.cat(ranks.gather(mine, same_size=True)).sum()
     if not torch.compiler.is_compiling() and num_tokens == 0:
         return None
-    # how many values are above the wanted one, among those that agree with it so far
+    # [E]: how many values are above the wanted one, among those that agree with it in the digits found so far
     num_above = (num_tokens * top_k // num_experts).expand(num_experts)
     # integers of the same order: negative floats have their bits turned; + 0 makes 0 of -0
     bits_of = torch.int64 if values.dtype == torch.float64 else torch.int32
     mask = torch.iinfo(bits_of).max
     keys = (values + 0.0).view(bits_of)
     keys = torch.where(keys < 0, keys ^ mask, keys)  # [T, E]
-    fits = torch.ones_like(keys, dtype=torch.bool)
+    fits = torch.ones_like(keys, dtype=torch.bool)  # [T, E]: agrees with the digits found so far
     found = torch.zeros(num_experts, dtype=keys.dtype, device=keys.device)
     first = torch.arange(num_experts, device=keys.device) << _DIGIT
     bits = 8 * values.element_size()
@@ -156,10 +163,12 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
         digits = (keys >> shift) & (2**_DIGIT - 1)
         if shift == bits - _DIGIT:
             digits ^= 2 ** (_DIGIT - 1)  # the sign: negative keys come first
+        # how many fitting values of each expert have each digit, over all ranks: [E, 2**_DIGIT]
         counts = torch.zeros(num_experts << _DIGIT, dtype=torch.int64, device=keys.device)
         counts.scatter_add_(0, (first + digits).flatten(), fits.flatten().long())
         counts = torch.stack(ranks.gather(counts, same_size=True)).sum(0).view(num_experts, -1)
         above = counts.sum(1, keepdim=True) - counts.cumsum(1)  # [E, 2**_DIGIT], with a larger digit
+        # the digit is the least with no more than num_above values above it
         digit = (above > num_above[:, None]).sum(1)
         num_above = num_above - above.gather(1, digit[:, None])[:, 0]
         fits &= digits == digit

@@ -1,4 +1,4 @@
-"""ScoredGate: the base of gates that rank experts by a score and keep their loads even by a loss, a bias or a rule.
+"""ScoredGate: the base of gates that rank experts by a score, and even out their loads by a loss, a bias or a rule.
 
 A forward has four parts, and a subclass changes one of them:
 
@@ -7,9 +7,9 @@ A forward has four parts, and a subclass changes one of them:
 select() has the choice and weigh() its weights; balance_choices() says which choices the loss counts, for gates whose
 bias or groups change them. The loss sees all choices, before any is dropped: it shall lower what overflows.
 
-Groups. With E experts over many ranks, a token whose K experts are anywhere goes to up to K ranks. Group-limited
-choices bound that: each token takes its topk_groups best of num_groups groups of neighbouring experts, and then the
-best experts of these. A group ranks by the sum of its group_best best scores:
+Groups. With E experts over many ranks, a token may go to K ranks. Group-limited choices bound that: each token takes
+its topk_groups best of num_groups groups of neighbouring experts, and then the best experts of these. A group ranks by
+the sum of its group_best best scores:
 * 1, SoftmaxGate's default: DeepSeek-V2, section 2.2.2, "device-limited routing"; its `group_limited_greedy`;
 * top_k // topk_groups, SigmoidGate's default: DeepSeek-V3, section 2.1.2, "node-limited routing", the sum of the
   highest K / M affinities; Megatron's `--moe-router-num-groups` for every score. Transformers' DeepseekV3 takes 2
@@ -178,7 +178,7 @@ class ScoredGate(GateOverRanks):
             self._follow_optimizers()
 
     def _follow_optimizers(self) -> None:
-        """Have after_optimizer_step() called, where it has something to do."""
+        """Have after_optimizer_step() called by torch.optim optimizers, where it has something to do."""
         if "running" in self.balance_losses or self.moves_bias:
             follow_optimizers(self, AfterOptimizerStep(self))
 
@@ -223,7 +223,7 @@ class ScoredGate(GateOverRanks):
             return "it chooses at random; random_logits=False chooses by the token"
         return None
 
-    def _why_it_drops(self) -> str | None:
+    def _why_it_drops(self) -> str | None:  # for weights_vary and depends_on_batch
         if self.capacity_factor is None:
             return None
         return f"it drops choices over its capacity_factor={self.capacity_factor}; None drops none"
@@ -283,7 +283,7 @@ class ScoredGate(GateOverRanks):
             1, topk_groups, True
         )
         kept = kept.repeat_interleave(self.num_experts // self.num_groups, dim=1)  # [T, E]
-        # by logit, which tells apart what a score rounds to one value
+        # by logits, which differ where scores round to one value
         order = logits if bias is None else scores
         return ops.topk_gate(order.masked_fill(~kept, -torch.inf), self.top_k)[0]
 
@@ -311,6 +311,7 @@ class ScoredGate(GateOverRanks):
             if isinstance(self.balance_loss, Mapping):
                 self.balance_values = {kind: value.detach() for kind, value in values.items()}
             weights = {kind: weight * self.balance_weight for kind, weight in self.balance_losses.items()}
+            # without a product by 1: an operator less
             parts = [v if weights[kind] == 1 else v * weights[kind] for kind, v in values.items()]
         if self.z_weight != 0:
             parts.append(self.z_weight * z_loss(logits, self.ranks))
@@ -318,7 +319,8 @@ class ScoredGate(GateOverRanks):
         self.set_loss(loss, constant=not parts)
 
     def _balance_value(self, kind: str, logits: torch.Tensor, choices: torch.Tensor) -> torch.Tensor:
-        """Compute one of BALANCE_LOSSES."""
+        """Compute one of BALANCE_LOSSES of the logits [T, E] and choices [T, K]."""
+        # a subclass's own probabilities are no function of the operator
         if kind == "global" and type(self).probabilities is ScoredGate.probabilities:
             return balance_loss_of_logits(logits, choices, self.score, self.ranks)
         probabilities = self.probabilities(logits)  # [T, E]
@@ -334,6 +336,7 @@ class ScoredGate(GateOverRanks):
                 sequences=sequences,
                 parts=self.sequence_ranks,
             )
+        # "running": the choices since the optimizer's step, this forward's included, times this forward's scores
         num_choices, score_sum, num_tokens = sum_over_ranks(probabilities, choices, self.ranks)
         mine = num_choices.detach().long()  # [E]
         forward_of_layer(self)  # refuses a repetition that is not known as one, which would count twice

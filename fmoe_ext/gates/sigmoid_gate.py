@@ -2,8 +2,11 @@
 
 A balance loss pulls the router's weights away from what the model's own loss wants. Instead, each expert has a bias
 that is added to its score for the selection alone, so that it has no gradient. Training counts the choices of each
-expert (pending_load); after an optimizer's step every bias goes up or down by one fixed amount, by the sign of the mean
-load less its own. Sums of whole numbers over the ranks are exact, so the biases of all copies stay equal to the bit.
+expert (pending_load). After an optimizer's step, over the choices of all ranks,
+
+    expert_bias[e] += bias_update_speed * sign(mean load - load[e])
+
+Sums of whole numbers over the ranks are exact, so the biases of all copies stay equal to the bit.
 """
 
 import warnings
@@ -17,7 +20,7 @@ from fmoe_ext import ops
 from fmoe_ext.gates.scored_gate import ScoredGate
 from fmoe_ext.step import add_counts, count_choices, is_counted
 
-FORWARDS_BEFORE_WARNING = 1000
+FORWARDS_BEFORE_WARNING = 1000  # in training, without an update of a bias that should move
 
 
 class SigmoidGate(ScoredGate):
@@ -33,11 +36,11 @@ class SigmoidGate(ScoredGate):
     parameters keeps its bias. Under Megatron's `--moe-router-enable-expert-bias`, Megatron moves it, at its own rate.
 
     DeepSeek-V3: top_k=8, num_groups=8, topk_groups=4, scale=2.5 (`routed_scaling_factor`), balance_loss="sequence",
-    balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: the same with one group. bias_update_speed=0: no bias.
-    biased="logits" adds the bias to the logits instead of the scores, without groups (Kolibri).
-    A group ranks by the sum of its top_k // topk_groups best biased scores. The balance losses count the top_k of the
-    scores without the bias and without groups, as equation 18 of the DeepSeek-V3 report and Megatron do. Other
-    arguments: ScoredGate.
+    balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: the same with one group. bias_update_speed=0: the bias
+    stays as it is, zero unless a checkpoint has another. biased="logits" adds the bias to the logits instead of the
+    scores, without groups (Kolibri). A group ranks by the sum of its top_k // topk_groups best biased scores. The
+    balance losses count the top_k of the scores without the bias and without groups, as equation 18 of the DeepSeek-V3
+    report and Megatron do. Other arguments: ScoredGate.
 
     expert_bias [E] is a buffer (`e_score_correction_bias` of the published checkpoints), pending_load [E] the choices
     counted in training since the last update. Forwards that activation checkpointing repeats count once.
@@ -131,7 +134,7 @@ class SigmoidGate(ScoredGate):
         moves = self.moves_bias and any(p.requires_grad for p in self.parameters())
         if self._forwards_since_update < FORWARDS_BEFORE_WARNING or not moves:
             return
-        # with less, Megatron has emptied it and moves the bias
+        # where less is pending than was counted, Megatron has emptied pending_load, and moves the bias itself
         if int(self.pending_load.sum()) >= self._counted_since_update:
             warnings.warn(
                 f"the expert_bias of a SigmoidGate has not moved for {self._forwards_since_update} training forwards: "
@@ -153,6 +156,7 @@ class SigmoidGate(ScoredGate):
         """
         load = self.ranks.sum(self.pending_load)  # integers: float32 rounds those above 2^24
         self.expert_bias = self.expert_bias.float()  # where .half() or .bfloat16() had cast it
+        # the sign of the mean load less an expert's own, times E: without a division the numbers stay whole
         self.expert_bias += self.bias_update_speed * torch.sign(load.sum() - load * self.num_experts)
         self.pending_load.zero_()
         self._forwards_since_update = self._counted_since_update = 0
@@ -186,6 +190,7 @@ class SqrtSoftplusGate(SigmoidGate):
         return "the last bits of PyTorch's softplus depend on a token's place; SigmoidGate's scores do not"
 
     def balance_choices(self, logits: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
+        # by logits, whose order is that of the scores, which topk_gate does not have
         return ops.topk_gate(logits.detach(), self.top_k)[0]
 
 

@@ -1,3 +1,5 @@
+"""SinkhornGate: instead of a loss, Sinkhorn's iteration balances what tokens choose by (ops/balanced_shares.py)."""
+
 from collections.abc import Mapping
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""SoftmaxGate, the gate of most open models, and the two that change a line of it."""
+"""SoftmaxGate, the gate of most open models; NormedGate, the same behind a norm; UniformGate, for benchmarks."""
 
 from typing import Any
 
@@ -38,7 +38,10 @@ class SoftmaxGate(ScoredGate):
         return super().forward(inp, return_all_scores)
 
     def _has_usual_options(self) -> bool:
-        """Return whether this gate is a linear layer, a softmax and the balance loss of one rank, and no more."""
+        """Return whether this gate is a linear layer, a softmax and the balance loss of one rank, and no more.
+
+        Then topk_gate_of_linear computes all of it (choose_in_one_node).
+        """
         return (
             type(self) is SoftmaxGate
             and self.balance_losses == {"global": 1.0}

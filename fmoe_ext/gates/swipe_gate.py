@@ -1,3 +1,11 @@
+"""SwipeGate: a rank never gets more choices than its own tokens make; what is over moves to ranks with room.
+
+All ranks gather all choices and fill the same queues, so that each knows where its own go without a second exchange:
+
+    place in the queue of a rank <= its capacity    stays
+    the others, in order                            fill the room that is left on rank 0, then on rank 1, ...
+"""
+
 import torch
 
 from fmoe_ext import ops
