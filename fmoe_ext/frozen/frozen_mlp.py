@@ -1,9 +1,13 @@
 """frozen_mlp: the experts' MLP with weights that are not trained, and low-rank adapters beside them.
 
 Adapters are two thin products beside the frozen one, x W^T + scale (x A^T) B^T: adding scale B A to the weights instead
-would write all experts' weights anew in each step, and round the sum. The forward keeps the rows of rank width (u1 and
-u2) for the gradients of A and B. On the CPU one operator computes a chunk of rows through both layers
-(csrc/frozen_mlp.cpp); elsewhere composed() and composed_backward() below do, by grouped_gemm.
+would write all experts' weights anew in each step, and round the sum. For the gradients the forward keeps
+
+    x, h     [T, D], [R, H or 2H]     tokens, and rows before the activation
+    u1, u2   [R, rank]                scale * rows @ A^T of each adapter
+
+On the CPU one operator computes a chunk of rows through both layers (csrc/frozen_mlp.cpp); elsewhere composed() and
+composed_backward() below do, by grouped_gemm.
 """
 
 from types import MappingProxyType
@@ -140,7 +144,7 @@ def frozen_mlp_ref(
     return expert_mlp_ref(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine)
 
 
-_RANKS = MappingProxyType(  # dimensions of the arguments
+_RANKS = MappingProxyType(  # {argument: its number of dimensions}
     {
         **dict.fromkeys(("row_idx", "offs"), 1),
         **dict.fromkeys(("grad_y", "x", "inverse", "b1", "b2", "topk_weights", "h", "u1", "u2"), 2),
@@ -168,7 +172,7 @@ def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
     )
 
 
-# Places of arguments.
+# Places among the arguments of the operator (ops/arguments.py).
 _WEIGHTS = (4, 5, 6, 7)  # w1, b1, w2, b2
 _LORA = (19, 20, 22, 23)  # lora_a1, lora_b1, lora_a2, lora_b2
 _LEARNED = (0, *_LORA, 8)  # x, ..., topk_weights: in the order of the backward's results
@@ -272,7 +276,7 @@ def _outer(
 
 
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Compute frozen_mlp on CUDA."""
+    """Compute the operator frozen_mlp on CUDA -> y, h, u1, u2; h is empty without save."""
     a = FrozenMlp(*arguments)
     w1, w2 = _linears(a, keep=a.save)
     x_RD = permute(a.x, a.row_idx, a.inverse)
@@ -288,7 +292,10 @@ def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 
 def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
-    """Compute frozen_mlp_backward on CUDA."""
+    """Compute the operator frozen_mlp_backward on CUDA -> gradients of x, a1, b1, a2, b2, topk_weights (or empty).
+
+    Names of gradients begin with d; _RD, _RH: shapes.
+    """
     if torch.is_grad_enabled():  # as csrc/checks.h
         raise RuntimeError(
             "a backward of frozen_mlp cannot be differentiated: call it under torch.no_grad(), or differentiate "
@@ -301,6 +308,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
     def none() -> torch.Tensor:  # a new one each time: an operator must not return a tensor twice
         return a.x.new_empty(0)
 
+    # 1. Through w2, and the activation again, of which the forward kept the input.
     dout_RD = permute(a.grad_y, a.row_idx, a.inverse) if a.combine else a.grad_y
     dhidden_RH, t2 = w2.product(dout_RD, transposed=True)
     with torch.enable_grad():
@@ -308,6 +316,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         hidden = FUNCTIONS[a.activation](h)
     hidden_RH, u2 = hidden.detach(), a.u2
 
+    # 2. Weights of choices.
     dtopk_weights = none()
     if needs_weights and a.topk_weights is not None:
         # <grad_y, y> of a row without its weight. It equals <dhidden, hidden> + <grad_y, b2>, so y is not kept.
@@ -319,11 +328,12 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
         grad_TK = grad_R[a.inverse.clamp(min=0).long()].masked_fill(a.inverse < 0, 0)
         dtopk_weights = grad_TK.to(a.topk_weights.dtype)
 
-    # y is linear in w2, so a row's weight may scale dhidden and what the adapter's gradients need instead of dout
+    # 3. y is linear in w2, so a row's weight may scale dhidden and what the adapter's gradients need instead of dout.
     if a.topk_weights is not None:
         weights = _weights_of_rows(a.topk_weights, a.row_idx)
         dhidden_RH, hidden_RH, u2 = ((t * weights).to(t.dtype) for t in (dhidden_RH, hidden_RH, u2))
     (dh_RH,) = torch.autograd.grad(hidden, h, dhidden_RH)
+    # 4. Adapters of w2, through w1, adapters of w1.
     da2 = _outer(t2, hidden_RH, a.lora_a2, a.offs) if needs_a2 else none()
     db2 = _outer(dout_RD, u2, a.lora_b2, a.offs) if needs_b2 else none()
     dx_RD, t1 = w1.product(dh_RH, transposed=True)

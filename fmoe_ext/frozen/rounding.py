@@ -1,4 +1,4 @@
-"""Round a weight to a packed format by the inputs that it multiplies, from the packed weight that it came from.
+"""Round W + D to a packed format by the inputs that it multiplies; W is packed already, D a small change (an adapter).
 
 A packed weight is a point of a lattice: each value is step * level - low with a level of the format. Plain rounding of
 W + D finds the nearest point, which is W itself while D is below half a step everywhere: a small adapter is rounded
@@ -25,7 +25,7 @@ from fmoe_ext.frozen.formats.microscaling import in_e4m3
 from fmoe_ext.frozen.quantized import Quantized, quantize
 
 _COLUMNS = 64  # rounded one after the other before one product corrects the rest of a row
-_SWEEPS = 3
+_SWEEPS = 3  # of coordinate descent, at most
 _DAMPING = 0.01  # times the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
 
 ROUNDED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Lattice))
@@ -34,12 +34,16 @@ ROUNDED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Latti
 def round_packed(
     packed: Quantized, target: torch.Tensor, hessian: torch.Tensor
 ) -> tuple[Quantized, dict[str, int]]:
-    """Round target [out, in] to one expert's packing -> (the weight, number of rows that each way of rounding gave).
+    """Round target [out, in] to one expert's packing -> (the weight, {way of rounding: number of rows that it gave}).
 
     packed [1, out, in]: W, for a target W + D. hessian [in, in]: X^T X of the inputs.
-    Each row is the best, by the error on these inputs, of: file (packed as it is), nearest (quantize), kept (by second
-    moments with the scales of packed), refitted (its scales fitted by least squares after that), fresh (by second
-    moments with the scales of quantize). Raises ValueError for a format without a grid, and for other shapes.
+    Each row is taken from the way with the least error on these inputs:
+        file        packed as it is
+        nearest     quantize()
+        kept        by second moments, with the scales of packed
+        refitted    kept, its scales fitted by least squares, and rounded by second moments again
+        fresh       by second moments, with the scales of quantize()
+    Raises ValueError for a format without a grid, and for other shapes.
     """
     if not isinstance(packed.kind, Lattice):
         raise ValueError(f"{packed.format} is not rounded by second moments: {', '.join(ROUNDED)} are")
@@ -74,12 +78,12 @@ def round_packed(
 
 
 def _as_bytes(numbers: torch.Tensor) -> torch.Tensor:
-    """View numbers of 8 bits, for which torch lacks operators, as bytes."""
+    """View numbers of 8 bits as bytes: torch lacks operators for floats of 8 bits."""
     return numbers.view(torch.uint8) if numbers.element_size() == 1 else numbers
 
 
 def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
-    """Round target [E, out, in] or [out, in] to the nearest values in the packing of packed.
+    """Round target [E, out, in] or [out, in] to the nearest values in the packing of packed, without looking at inputs.
 
     Each block keeps its scale or, where the block then errs less, takes the one of quantize().
     """
@@ -116,7 +120,7 @@ def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | N
     nearest = quantize(target, packed.format)
     if packed.scale is None or nearest.scale is None:
         return replace(packed, data=nearest.data)
-    if packed.format == "nvfp4" and packed.zero is not None:  # whose factor of the whole matrix stays
+    if packed.format == "nvfp4" and packed.zero is not None:  # the factor of the whole matrix stays
         scale = in_e4m3(_lattice(nearest).grid(nearest).step * packed.zero[..., 1:] / packed.zero[..., :1])
         return _nearest_values(replace(packed, scale=scale.view(packed.scale.dtype)), target)
     if packed.zero is not None or nearest.scale.shape != packed.scale.shape:
@@ -136,8 +140,8 @@ def error_of(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> torch.Tensor:
     """Estimate second moments [in, in] of rows [N, in]: the fewer the rows, the nearer to a prior.
 
-    prior [in, in]: moments of other rows like these; by default the identity at the mean square of rows. How near is
-    OAS: Chen et al., 2010, https://arxiv.org/abs/0907.4698
+    prior [in, in]: moments of other rows like these; by default the identity at the mean square of rows. The prior's
+    share is that of OAS: Chen et al., 2010, https://arxiv.org/abs/0907.4698
     """
     count, width = rows.shape
     if count == 0:
@@ -153,14 +157,14 @@ def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> tor
 
 
 class _Descent:
-    """Finds lattice points near a target [out, in] in the metric of a Hessian; its columns stand in `order`."""
+    """Finds lattice points near a target [out, in] in the metric of a Hessian. Its columns are sorted by `order`."""
 
     def __init__(self, target: torch.Tensor, hessian: torch.Tensor) -> None:
         # columns of large inputs first, while others are left to take up their error
         self.order = hessian.diag().argsort(descending=True)
         self.back = self.order.argsort()
         self.target = target[:, self.order]
-        # in float64: the inverse of a badly conditioned Hessian is factorised
+        # factor: of damped^-1 = factor^T factor, upper. In float64, as a Hessian may be badly conditioned
         sorted_hessian = hessian[self.order][:, self.order].double()
         level = sorted_hessian.diag().mean().clamp(min=1e-30)
         identity = torch.eye(len(hessian), dtype=torch.float64, device=hessian.device)
@@ -193,6 +197,7 @@ class _Descent:
                 errors = torch.empty_like(left[:, begin:end])
                 for j in range(begin, end):
                     point[:, j] = best(left[:, j], j)
+                    # GPTQ's update: the columns that are left take up the error of column j
                     error = (left[:, j] - point[:, j]) / factor[j, j]
                     left[:, j:end] -= error[:, None] * factor[j, j:end]
                     errors[:, j - begin] = error
@@ -238,7 +243,7 @@ def _values(packed: Quantized) -> torch.Tensor:
 
 
 def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) -> Quantized:
-    """Multiply each scale by its best factor, one block of columns after another."""
+    """Multiply each scale by the factor with the least error, one block of columns after another."""
     values = _values(packed)
     width = values.shape[1] // packed.scale.shape[2] if packed.scale is not None else packed.kind.block
     slope = (target - values) @ hessian
@@ -246,9 +251,10 @@ def _refitted(packed: Quantized, target: torch.Tensor, hessian: torch.Tensor) ->
     for begin in range(0, values.shape[1], width):
         part = values[:, begin : begin + width]
         bent = part @ hessian[begin : begin + width]
+        # The error as a function of 1 + f times the block's values is a parabola; more is the f at its bottom.
         curvature = (bent[:, begin : begin + width] * part).sum(1)
         more = (slope[:, begin : begin + width] * part).sum(1) / curvature.clamp(min=1e-30)
-        # the optimum of a parabola; a factor stays between 0.5 and 1.5, whatever a nearly flat one says
+        # a nearly flat parabola may say anything: a factor stays between 0.5 and 1.5
         more = torch.where(curvature > 0, more, 0).clamp(-0.5, 0.5)
         slope = slope - more[:, None] * bent
         factors.append(1 + more)

@@ -1,4 +1,4 @@
-"""GGUF's blocks: a row is bytes, whole blocks of columns one after the other that hold their scales.
+"""GGUF's formats: a row is whole blocks of columns, one after the other, each with its scales in its bytes.
 
 Bytes of a block in their order, as ggml-common.h has them; d and dmin are float16, codes are packed lowest bits first:
 
@@ -101,7 +101,7 @@ class _Q4_0(_Blocks):
 
 
 class _KBlocks(_Blocks):
-    """Base of Q4_K and Q5_K: 16 bytes of scales at the start of a block, and the low 4 bits of its codes at its end.
+    """Base of Q4_K and Q5_K: 16 bytes of scales at the start of a block of 256, the low 4 bits of its codes at its end.
 
     The 12 bytes of scales s and minima m, 6 bits each, behind d and dmin:
 
@@ -137,7 +137,7 @@ class _KBlocks(_Blocks):
         scale = (blocks.amax(-1) + minimum) / most
         if importance is not None:
             scale, minimum = _fitted_line(blocks, importance, scale, minimum, most)
-        # 63, the largest of 6 bits; d as float16 has it, so that scales and codes make up for its rounding
+        # 63 is the largest of 6 bits; d is rounded to float16 first, so that scales and codes make up for it
         d, dmin = (t.amax(-1, keepdim=True).div(63).half().float() for t in (scale, minimum))
         scales, minima = (
             (t * _inverse(unit)).round().clamp(0, 63) for t, unit in ((scale, d), (minimum, dmin))
@@ -190,7 +190,7 @@ class _Q4K(_KBlocks, Lattice, Fitted):
 
     def rescale(self, q: Packed, factor: torch.Tensor) -> Tensors:
         blocks = self.blocks(q)
-        # d and dmin alone: all scales of a block change by one factor
+        # one factor for all scales of a block, so d and dmin alone change
         units = [_bytes_of_half(_half(blocks[..., i : i + 2])[..., 0] * factor) for i in (0, 2)]
         return torch.cat((*units, blocks[..., 4:]), -1).flatten(-2), None
 
@@ -314,7 +314,8 @@ def _fitted_line(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Choose scale s and minimum m [..., 8] of x [..., 8, 32] with the least sum of w (s code - m - x)^2.
 
-    Codes by each of some scales, then the s and m that are best for these codes: a line through weighted points.
+    A search over FACTORS times the scale: each gives codes, to which the best s and m are fitted: the line through the
+    weighted points (code, x), whose slope is s and whose value at 0 is -m.
     """
     codes = ((x + minimum[..., None]) * _inverse(scale)[..., None]).round().clamp(0, most)
     least = (w * (scale[..., None] * codes - minimum[..., None] - x).square()).sum(-1)
@@ -324,9 +325,10 @@ def _fitted_line(
         of, c, cc, of_x, xc = (t.sum(-1) for t in (w, w * codes, w * codes**2, w * x, w * x * codes))
         s = (of * xc - of_x * c) / (of * cc - c * c)
         m = (s * c - of_x) / of
-        s, m = torch.where(m < 0, xc / cc, s), m.clamp(min=0)  # a minimum below zero has no code
+        # a minimum below zero has no code: then the line through 0
+        s, m = torch.where(m < 0, xc / cc, s), m.clamp(min=0)
         error = (w * (s[..., None] * codes - m[..., None] - x).square()).sum(-1)
-        is_better = (error < least) & (s > 0)  # of equal codes s is infinite or no number
+        is_better = (error < least) & (s > 0)  # s is infinite or NaN where all codes are equal
         found = torch.where(is_better, s, found[0]), torch.where(is_better, m, found[1])
         least = torch.where(is_better, error, least)
     return found
@@ -347,5 +349,5 @@ def _nearest_codes(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _signed_scale(blocks: torch.Tensor) -> torch.Tensor:
-    """Return the scale [...] with which the largest magnitude of a block [..., 32] is the first of CODES."""
+    """Return the scale [...], of either sign, with which the largest magnitude of a block [..., 32] is CODES[0]."""
     return blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))[..., 0] / CODES[0]

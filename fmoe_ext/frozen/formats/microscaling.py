@@ -1,4 +1,4 @@
-"""Microscaling: floats of 4 or 8 bits in short blocks whose scale is a float of 8 bits.
+"""Microscaling formats: floats of 4 or 8 bits in short blocks whose scale is a float of 8 bits.
 
     mxfp4     value = E2M1[code] * 2 ** (scale - 127)                    blocks of 32
     mxfp8     value = E4M3 * 2 ** (scale - 127)                          blocks of 32
@@ -10,8 +10,8 @@ it shifts and never rounds; 255 is NaN.
 
 NVFP4, as compressed-tensors and NVIDIA's Model Optimizer write it, has scales that round, of a short range: a factor of
 the whole matrix moves them into it. compressed-tensors divides by that factor, Model Optimizer multiplies; x / f and
-x * (1 / f) differ in the last bit. A row has both factors in `zero`, one of which is 1, so that its values are the
-library's to the bit.
+x * (1 / f) differ in the last bit. So `zero` has for each row what to multiply by and what to divide by, one of which
+is 1, and values are the library's to the bit.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Mxfp4(Lattice, Fitted):
                 return e2m1(step.device)[_nearest_e2m1(blocks / step[..., None]).int()] * step[..., None]
 
             exponent = scale.int() - 127
-            # within what E8M0 has in normal numbers
+            # 2^100 is far from the ends of E8M0, so that half and twice a step exist; blocks beyond keep their scale
             step = torch.ldexp(torch.ones_like(blocks[..., 0]), exponent.clamp(-100, 100))
             step = least_error(blocks, importance.unflatten(2, (-1, _MX)), step, rounded, (1.0, 0.5, 2.0))
             exponent = torch.where(exponent.abs() < 100, torch.frexp(step)[1] - 1, exponent)
@@ -192,7 +192,7 @@ class Nvfp4(Lattice, Fitted):
 
 
 def e2m1(device: torch.device) -> torch.Tensor:
-    """Compute the value of each code: a table on the host would be copied, which CUDA graphs refuse."""
+    """Compute the value of each code, [16], on the device: CUDA graphs refuse to copy a table from the host."""
     code = torch.arange(16, dtype=torch.int32, device=device)
     magnitude = code & 7
     # the exponent and mantissa of a code moved to where float32 has them; below 2 they are subnormal
@@ -217,7 +217,7 @@ def _grid_of_e2m1(step: torch.Tensor) -> Grid:
 def _powers_of_two(scale: torch.Tensor) -> torch.Tensor:
     """Turn exponents, uint8 or float8_e8m0fnu, into powers of two in float32."""
     exponent = scale.view(torch.uint8).int()
-    # The bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN.
+    # The bits of 2^(e - 127) in float32: e is its exponent field. 2^-127 is subnormal, and 255 is NaN.
     bits = torch.where(exponent == 0, 0x400000, exponent << 23)
     return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
 
@@ -225,9 +225,10 @@ def _powers_of_two(scale: torch.Tensor) -> torch.Tensor:
 def _scaled_by_powers_of_two(
     blocks: torch.Tensor, exponent_of_codes: int, most: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Divide blocks [..., n] by powers of two as OCP MX 1.0 chooses them -> within +-most, and the uint8 exponents.
+    """Divide blocks [..., n] by powers of two as OCP MX 1.0 chooses them -> (blocks within +-most, uint8 exponents).
 
-    exponent_of_codes: of the largest power of two that a code can be. The largest magnitude of a block gets it.
+    exponent_of_codes: the exponent of the largest power of two among the codes, which the largest magnitude of a block
+    gets.
     """
     largest = blocks.abs().amax(-1)
     exponent = (torch.frexp(largest)[1] - 1 - exponent_of_codes).clamp(-127, 127)
@@ -243,5 +244,5 @@ def _steps(q: Packed) -> torch.Tensor:
 
 
 def in_e4m3(scale: torch.Tensor) -> torch.Tensor:
-    """Round scales to E4M3, to its smallest number at least: of a block whose scale is 0 nothing would be left."""
+    """Round scales to E4M3, but not to 0, which would leave nothing of a block."""
     return scale.clamp(_E4M3_MIN, E4M3_MAX).to(torch.float8_e4m3fn)
