@@ -1,4 +1,4 @@
-"""frozen_mlp over weights that are borrowed for a forward, and once more for its backward.
+"""frozen_mlp over weights that are borrowed for a forward, and borrowed again for its backward (finetune/streaming).
 
 A streamed model reads the experts' weights into a buffer that the next layer overwrites. A weight that autograd saved
 would have to stay there until the backward, as would the whole buffer. So this autograd function saves rows, adapters
@@ -91,6 +91,6 @@ class _Rows(torch.autograd.Function):
 
 
 def _in_order(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Make row_idx and inverse for rows that are in the experts' order already, with one choice each: the identity."""
+    """Make row_idx and inverse for rows that are in the experts' order, with one choice each: the identity."""
     rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
     return rows, rows[:, None]

@@ -1,6 +1,6 @@
-"""frozen_gemm, and the product with a packed weight that frozen_mlp shares.
+"""frozen_gemm: multiply by a packed weight; and packed_product(), the part that frozen_mlp shares on CUDA.
 
-Which path a product takes:
+The path of a product:
 
 * CPU, few rows of an expert: a kernel decodes 32 columns of a row of the weight into registers and multiplies them by
   up to four rows at once, because reading the weight takes the time, and packed it is short (csrc/gemm/packed_rows.h).
@@ -33,7 +33,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 
-# Set around the operator, whose arguments do not say whether gradients are recorded.
+# Set around the operator, whose arguments do not say whether gradients are recorded, for composed() to read.
 _has_backward = ContextVar("a backward of this product will follow", default=False)
 
 

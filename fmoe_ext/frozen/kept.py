@@ -1,11 +1,11 @@
-"""Decoded copies of packed weights that wait for their backward, within a bound.
+"""Keep decoded copies of packed weights from a forward for its backward, within a bound (keep_decoded).
 
 On CUDA a packed weight is decoded in memory and multiplied. The backward of a layer needs the same numbers again:
 decoding twice costs as much as reading the weight in 16 bits four times. A copy is kept from a forward that will have a
 backward until that backward takes it. Under activation checkpointing a layer's repeated forward and its backward follow
 each other, so one layer's copies are alive; without it the last layers of the forward are kept, whose backward comes
-first. What would exceed the bound makes room by dropping the oldest, and a copy that is gone is decoded again: the bits
-are the same.
+first. Where a new copy would exceed the bound, the oldest are dropped; a copy that is gone is decoded again, to the
+same bits.
 """
 
 import threading
@@ -37,20 +37,21 @@ def keep_decoded(limit: int | None) -> None:
 
 
 class KeptWeights:
-    """Decoded weights by the packed ones, the oldest first; free_bytes says what is free on a device."""
+    """Decoded weights by the packed ones, the oldest first. free_bytes: counts the free bytes of a device."""
 
     def __init__(self, free_bytes: Callable[[torch.device], int]) -> None:
         self._free_bytes = free_bytes
         self._limit: int | None = None
         # A copy, and the finalisers that drop it with its weight or scales.
         self._copies: OrderedDict[_Key, tuple[torch.Tensor, list[weakref.finalize[Any, Any]]]] = OrderedDict()
-        # Autograd takes a copy from a thread of its own; a finaliser may run in any, inside of these methods too.
+        # Guards _copies and _limit. Autograd takes a copy from a thread of its own; a finaliser may run in any thread,
+        # also inside of these methods, so the lock is re-entrant.
         self._lock = threading.RLock()
 
     def decoded(
         self, weight: torch.Tensor, packing: tuple[Any, ...], dtype: torch.dtype, *, keep: bool, last: bool
     ) -> torch.Tensor:
-        """Decode a packed weight, or find its copy. keep: for a backward that will come; last: this is it."""
+        """Decode a packed weight, or find its copy. keep: a backward will follow; last: this is that backward."""
         # with scale and zero, which may change while the codes stay
         tensors = [t for t in (weight, *packing[:2]) if t is not None]
         if any(t.is_inference() for t in tensors):

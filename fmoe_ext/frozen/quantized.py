@@ -1,4 +1,8 @@
-"""Frozen weights of experts in the formats that models are published in, and their packing by plain rounding."""
+"""Quantized: a frozen weight of all experts in a format that models are published in; quantize() packs one by rounding.
+
+A Quantized has the tensors as the file has them. Its format (formats/) checks them and says what they stand for;
+operators take them as bytes, rows(), beside packing(), which of_rows() turns back.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -9,7 +13,7 @@ import torch
 from fmoe_ext.frozen.formats import FORMATS, Format
 from fmoe_ext.frozen.formats.base import Fitted, Shape
 
-# Added to the number of a format for operators that may compute in integers, as in csrc/frozen_weight.h.
+# Added to the number of a format where operators may compute in integers, as in csrc/frozen_weight.h.
 _INTEGERS = 64
 FITTED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Fitted))
 
@@ -46,7 +50,7 @@ class Quantized:
 
     @property
     def kind(self) -> Format:
-        """Return the record of the format."""
+        """Return the Format."""
         return FORMATS[self.format]
 
     @property
@@ -87,13 +91,14 @@ class Quantized:
 
     def rows(self) -> torch.Tensor:
         """View data as bytes, uint8 [E, out, bytes of a row], without a copy."""
-        # the view of a copy must not be kept: data may be written to later
+        # of data that is not contiguous this is a copy, not kept, as data may be written to later
         return self._rows if self.data.is_contiguous() else _rows_of(self.data)
 
     @cached_property
     def _rows(self) -> torch.Tensor:
-        with torch.inference_mode(False):  # training may keep it for its backward
-            return _rows_of(self.data)  # views cost as much time as a short product
+        # kept, as a view costs as much time as a short product; not of inference mode, as a backward may save it
+        with torch.inference_mode(False):
+            return _rows_of(self.data)
 
     def packing(self) -> tuple[torch.Tensor | None, torch.Tensor | None, int, bool]:
         """Return scale, zero, number of the format, interleaved: what operators take beside rows()."""
@@ -139,9 +144,9 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
 
     Each scale comes from the largest magnitude of its block. int4 has groups of 32, symmetric; nf4 blocks of 64,
     without nested scales.
-    importance: of each value, float that broadcasts to the weight, as [E, 1, in] for the mean square of each input:
-    scales are then chosen among some for the least sum of importance * error^2, which no block has more of than
-    without. For mxfp4, nvfp4, nf4 and q4_k.
+    importance: of each value, float that broadcasts to the weight, as [E, 1, in] for the mean square of each input.
+    Several scales are then tried, and each block takes the one with the least sum of importance * error^2, which is
+    never more than without an importance. For mxfp4, nvfp4, nf4 and q4_k.
     Raises ValueError for an unknown format, for rows that are no whole blocks, and for an importance of other formats
     or shapes, or with negative numbers.
 

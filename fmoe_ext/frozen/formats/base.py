@@ -18,13 +18,14 @@ import torch
 Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
-# Of the scale that a block's largest magnitude gives: smaller ones clip it, and come nearer to the others
+# Scales to try, as multiples of the one that the largest magnitude of a block gives: smaller ones clip that value, and
+# come nearer to the others.
 FACTORS = (1.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Packed(Protocol):
-    """A packed weight, as a fmoe_ext.frozen.Quantized is one."""
+    """What a Format needs of a packed weight; fmoe_ext.frozen.Quantized has it."""
 
     @property
     def format(self) -> str: ...
@@ -45,7 +46,7 @@ class Format:
 
     number: int  # in csrc/gemm/packed.h
     tensors: str  # shapes of data, scale and zero, for errors
-    bits: float  # of a weight, scales included; not what a whole row has
+    bits: float  # of a weight, scales included, without what a whole row or matrix has
     block: int  # columns that quantize() packs together
     has_integers = False  # products in integers, Quantized.int8_activations
 
@@ -71,7 +72,7 @@ class Format:
 
 
 class Fitted(Format):
-    """A format whose scales leave a choice, which pack() makes by an importance of the values."""
+    """A format for whose blocks several scales are possible: pack() takes the best by an importance of the values."""
 
     def pack(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors | WithZero:
         """Round float32 [E, out, in]; importance, of the same shape, weighs the squared errors of values."""
@@ -157,9 +158,10 @@ def least_error(
     rounded: Callable[[torch.Tensor], torch.Tensor],
     factors: Sequence[float] = FACTORS,
 ) -> torch.Tensor:
-    """Choose for each block [..., n] the multiple of its scale [...] with the least importance * error^2.
+    """Choose for each block [..., n] the multiple of its scale [...] with the least sum of importance * error^2.
 
-    rounded: values that the blocks become under other scales. The first of equal ones, the scale itself, is taken.
+    rounded: scales [...] -> the values that the blocks become under them. Of equally good multiples the first is taken,
+    which is the scale itself.
     """
     found, least = scale, torch.full_like(scale, float("inf"))
     for factor in factors:
