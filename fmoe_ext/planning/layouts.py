@@ -1,7 +1,8 @@
 """Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule.
 
-The search is exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides
-it. For each one, with each schedule and each number of microbatches that the batch allows, estimate() adds up
+`fmoe pipeline plan` calls plan(). The search is exhaustive, because there are few layouts: pp * ep * dp is the number of
+ranks, and each divides it. For each one, with each schedule and each number of microbatches that the batch allows,
+estimate() adds up
 
     memory    parameters with gradients and Adam, of the fullest rank; activations of the microbatches in flight;
               buffers of one exchange
@@ -20,13 +21,13 @@ from types import MappingProxyType
 from fmoe_ext.ep.cost import Hardware
 
 GIB = 2**30
-PIPELINE_GAIN = 1.01  # a pipeline must be faster by this factor than what needs none
+PIPELINE_GAIN = 1.01  # a pipeline is put first only if it is faster by more than this factor
 OPTIMIZER_COPIES = 4  # of each parameter: value, gradient and Adam's two
 
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """A layer, for one sequence."""
+    """Bytes and FLOP of one layer: parameters, and of one sequence activations, work and exchange."""
 
     dense_bytes: float  # of parameters outside of experts
     expert_bytes: float  # of the parameters of all experts
@@ -107,7 +108,7 @@ SCHEDULE_COSTS = MappingProxyType(
 
 
 def _layouts(ranks: int, num_layers: int, num_experts: int, batch: int) -> Iterator[Layout]:
-    """Every layout that divides the ranks, the experts and a batch of so many sequences."""
+    """Yield every layout that divides the ranks, the experts and the batch, and has a layer for each stage."""
     for pp in _divisors(ranks):
         for ep in _divisors(ranks // pp):
             dp = ranks // (pp * ep)
@@ -134,10 +135,11 @@ def estimate(
     *,
     checkpoint_bytes: float = 0,
 ) -> Estimate:
-    """Memory and time of a rank in a layout, for a batch of so many sequences on all ranks.
+    """Estimate memory and time of a rank in a layout. batch: sequences on all ranks together.
 
     checkpoint_bytes: what a layer keeps of one sequence with activation checkpointing; 0: without.
     """
+    # 1. The layers of each rank.
     rows = batch / (layout.dp * layout.ep * layout.chunks)  # sequences of a microbatch
     cost = SCHEDULE_COSTS.get(layout.schedule, _ScheduleCost(1, lambda p, rank, m: 1, lambda p: 0.0))
     stages, first = [], 0
@@ -149,14 +151,15 @@ def estimate(
         stages[rank] + (stages[2 * layout.pp - 1 - rank] if cost.stages == 2 else [])
         for rank in range(layout.pp)
     ]
+    # 2. Memory.
     parts = [
         memory_of_rank(
             own, layout, cost.in_flight(layout.pp, rank, layout.chunks) / cost.stages, rows, checkpoint_bytes
         )
         for rank, own in enumerate(ranks)
     ]
-    # A forward is a third of the work, and has two of the four exchanges, there and back; the backward has the others.
-    # Checkpointing computes each forward twice.
+    # 3. Seconds of a microbatch. A forward is a third of the work, and has two of the four exchanges, there and back;
+    # the backward has the others. Checkpointing computes each forward twice.
     work, num_exchanges = (4 / 3, 6) if checkpoint_bytes > 0 else (1, 4)
     away = (layout.ep - 1) / layout.ep  # share of tokens that leave their rank
     times = [
@@ -166,7 +169,7 @@ def estimate(
         )
         for own in ranks
     ]
-    # Gradients are reduced by a ring over the ranks that have copies: 2 (n - 1) / n of their bytes.
+    # 4. Gradients are reduced by a ring over the n ranks that have copies: 2 (n - 1) / n of their bytes.
     copies = layout.dp * layout.ep
     reductions = [
         2 * sum(layer.dense_bytes for layer in own) * (copies - 1) / copies
@@ -188,7 +191,10 @@ def estimate(
 def memory_of_rank(
     layers: list[LayerPlan], layout: Layout, in_flight: float, rows: float, checkpoint_bytes: float
 ) -> tuple[float, float, float]:
-    """Bytes of parameters with gradients and optimizer, of activations, of exchange buffers."""
+    """Estimate bytes of parameters with gradients and optimizer, of activations, of exchange buffers.
+
+    in_flight: microbatches that the rank keeps, counted as if one stage had all its layers. rows: sequences of one.
+    """
     parameters = sum(layer.dense_bytes + layer.expert_bytes / layout.ep for layer in layers)
     largest = max(layer.activation_bytes for layer in layers)
     kept = sum(layer.activation_bytes for layer in layers)
@@ -238,9 +244,9 @@ def plan(
     num_experts: int = 1,
     checkpoint_bytes: float = 0,
 ) -> list[Estimate]:
-    """All layouts, those that fit the memory first, the fastest first; of each pp x dp x ep x schedule the best chunks.
+    """List all layouts, each with its best number of chunks: those that fit the memory, the fastest first, then others.
 
-    Raises ValueError if no layout divides the ranks and the batch.
+    Those that do not fit come by memory. Raises ValueError if no layout divides the ranks and the batch.
     """
     best: dict[tuple[int, int, int, str], Estimate] = {}
 

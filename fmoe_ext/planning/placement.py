@@ -1,4 +1,4 @@
-"""Placement: any expert may live on any rank; experts move, with their optimizer state, to even out the load.
+"""Place experts anew: they move between ranks, with their optimizer's state, to even out the load while a run trains.
 
 plan() finds an order of the experts for a recorded load, move_experts() brings weights, gradients and the optimizer's
 rows there by one exchange each, and rebalance() does both where it pays. Results do not change, as the layer sends
@@ -20,10 +20,11 @@ logger = logging.getLogger(__name__)
 
 
 def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = None) -> list[int]:
-    """Experts in the order of their places (rank r has the r-th part), so that the ranks' loads are nearly even.
+    """Order the experts by their places (rank r has the r-th part), so that the ranks' loads are nearly even.
 
-    load: rows of each expert. Greedy: the most loaded expert goes to the least loaded rank that has room (LPT, at most
-    4/3 of the best). An expert stays where `current` has it if its rank is as good, and all stay if nothing is gained.
+    load: rows of each expert; current: the order now. Greedy: the most loaded expert goes to the least loaded rank that
+    has room (LPT, at most 4/3 of the best). An expert stays where `current` has it if its rank is as good, and all stay
+    if nothing is gained.
 
     Example:
 
@@ -50,7 +51,7 @@ def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = No
 
 
 def imbalance(load: Sequence[int], num_ranks: int, order: Sequence[int]) -> float:
-    """Divide the largest load of a rank by the mean."""
+    """Return the largest load of a rank over the mean."""
     num_local = len(load) // num_ranks
     sums = [sum(load[e] for e in order[r * num_local : (r + 1) * num_local]) for r in range(num_ranks)]
     return max(sums) * num_ranks / max(sum(sums), 1)
@@ -59,19 +60,20 @@ def imbalance(load: Sequence[int], num_ranks: int, order: Sequence[int]) -> floa
 def rebalance(
     module: nn.Module, optimizer: torch.optim.Optimizer | None = None, threshold: float = 1.1
 ) -> int:
-    """Move the experts of every expert-parallel layer by the load since the last call; returns how many moved.
+    """Move the experts of every expert-parallel layer by the load since the last call -> how many moved.
 
     A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
     steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors with a row for each expert
-    move alike, so that training goes on as if nothing had happened. The order is in the state dict: "expert_placement".
+    move alike, so that training goes on as if nothing had happened. The state dict has the order, "expert_placement".
     Experts must be FusedExperts; experts of replicas (expert parallelism inside data parallelism) move alike.
     Raises ValueError, before it moves any expert of a layer, for state of an optimizer that several experts share.
     """
     moved = 0
     for name, layer in expert_parallel_layers(module):
         parallel = layer.expert_parallel
-        if not hasattr(getattr(layer, "experts", None), "weights"):
+        if not hasattr(getattr(layer, "experts", None), "weights"):  # no FusedExperts, so no rows to move
             continue
+        # of all ranks of the job: replicas of a layer must move alike, whatever their own tokens chose
         load = parallel.pop_load(everywhere=True)
         before = imbalance(load, parallel.size, parallel.experts_in_place)
         if before < threshold:

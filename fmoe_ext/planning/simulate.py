@@ -53,7 +53,7 @@ POLICIES = ("none", "overlap", "shadowing", "overlap + shadowing", "placement", 
 
 
 def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
-    """Draw loads whose expert popularity falls as rank^-skew and drifts by a tenth of the experts' order a step."""
+    """Draw loads: an expert's popularity falls as rank^-skew, and a tenth of the experts swap ranks at each step."""
     generator = torch.Generator("cpu").manual_seed(seed)
     weights = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu") ** -skew
     order = torch.randperm(num_experts, generator=generator, device="cpu")
@@ -69,7 +69,7 @@ def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, see
 
 
 def read_loads(path: Path, layer: str | None = None) -> Loads:
-    """Recorded loads: steps, each with the rows of every expert.
+    """Read recorded loads: steps, each with the rows of every expert.
 
     path: JSON lines {"layers": {gate: {"tokens_per_expert": [E]}}}, as balance.write appends them, of which one gate's
     are taken; or one JSON list of lists. Raises ValueError if there is no such gate or the number of experts changes.
@@ -95,7 +95,7 @@ def read_loads(path: Path, layer: str | None = None) -> Loads:
 def simulate(
     loads: Loads, num_ranks: int, layer: Layer, hardware: Hardware, num_chunks: int, every: int
 ) -> dict[str, float]:
-    """{policy: mean seconds of a step}; placement is planned again every `every` steps and then moves experts."""
+    """Compute {policy: mean seconds of a step}; every `every` steps a new placement is planned and experts move."""
     num_experts = len(loads[0])
     num_local = num_experts // num_ranks
     in_place = list(range(num_experts))  # experts in the order of their places
@@ -103,6 +103,7 @@ def simulate(
     sums = dict.fromkeys(POLICIES, 0.0)
     last: Sequence[int] | None = None  # the load of the step before
     for step, load in enumerate(loads):
+        # 1. What policies decide before the step, by earlier loads: a new placement, shadows under each placement.
         moving = 0.0
         if last is not None and step % every == 0:
             order = plan(window, num_ranks, in_place)
@@ -118,6 +119,7 @@ def simulate(
         if last is not None:
             shadows = choose_shadows(last, num_ranks, layer, hardware)
             placed_shadows = choose_shadows([last[e] for e in in_place], num_ranks, layer, hardware)
+        # 2. The step, by its own load.
         plain = step_time(load, num_ranks, layer, hardware)
         shadowed = step_time(load, num_ranks, layer, hardware, shadows)
         placed = step_time(placed_load, num_ranks, layer, hardware)

@@ -1,9 +1,9 @@
-"""The layers of a decoder for the planner, from a model of Transformers or from numbers.
+"""Count the layers of a decoder for the planner: of a model of Transformers, or from a few numbers.
 
 A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each
 layer has its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that
-Transformers lacks) is computed from a few numbers, all layers alike. Both give Sizes, from which layers()
-makes what the planner adds up.
+Transformers lacks) is computed from a few numbers, all layers alike (Shape). Both give Sizes, whose layers() gives what
+the planner adds up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from fmoe_ext.checkpoint.model_folder import MAX_LAYERS, errors_of_transformers,
 from fmoe_ext.model_files import open_config
 from fmoe_ext.planning.layouts import LayerPlan
 
-# Our names, and those of configurations of Transformers, the first that is there counts.
+# Our names, and the keys of Transformers' configurations, of which the first that is there counts.
 _NAMES = MappingProxyType(
     {
         "d_model": ("hidden_size",),
@@ -38,7 +38,7 @@ _NAMES = MappingProxyType(
         "top_k": ("num_experts_per_tok",),
     }
 )
-# What configurations say of layers that are not all alike, which Shape does not have: field, value without effect.
+# Keys for layers that are not all alike, which Shape does not have, with the value that has no effect.
 _UNEQUAL_LAYERS = MappingProxyType(
     {
         "first_k_dense_replace": 0,
@@ -49,7 +49,7 @@ _UNEQUAL_LAYERS = MappingProxyType(
         "kv_lora_rank": 0,
     }
 )
-# Names that configurations of Transformers have for the choices of a token.
+# Keys of Transformers' configurations for the number of experts that a token chooses.
 _CHOICES = (
     *("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "num_experts_per_token", "moe_top_k"),
     "top_k",
@@ -83,7 +83,7 @@ class Sizes:
     top_k: int
 
     def layers(self, length: int, element: int = 4) -> list[LayerPlan]:
-        """Embedding, blocks, head, for sequences of `length` tokens and numbers of `element` bytes."""
+        """List embedding, blocks and head, for sequences of `length` tokens and numbers of `element` bytes."""
         D, K, E = self.d_model, self.top_k, self.num_experts
         layers = [LayerPlan(self.rest * element, 0, 0, 0)]
         for block in self.blocks:
@@ -96,7 +96,8 @@ class Sizes:
                     block.dense * element,
                     block.experts * element,
                     length * kept * element,
-                    # 2 a multiplication, in the forward and in both products of the backward; scores of attention
+                    # 2 FLOP a multiplication, in the forward and in both products of the backward: 6 a parameter.
+                    # Attention's two products have 12 L L q, half of them under a causal mask.
                     6 * length * (block.dense + block.active) + 6 * length * length * block.q,
                     K * D * length * element if block.is_routed else 0.0,
                 )
@@ -139,7 +140,7 @@ class Shape:
             raise ValueError(f"top_k {self.top_k} is more than num_experts {self.num_experts}")
 
     def sizes(self) -> Sizes:
-        """The decoder with these numbers; an MLP without a gate counts as its one expert."""
+        """Compute the sizes of the decoder with these numbers; a dense MLP counts as its one expert."""
         D, K, E = self.d_model, self.top_k, self.num_experts
         d_head = self.d_head or D // self.num_heads
         q, kv = self.num_heads * d_head, 2 * (self.num_kv_heads or self.num_heads) * d_head
@@ -151,10 +152,11 @@ class Shape:
 
 
 def sizes_of(model: str) -> tuple[Sizes, list[str]]:
-    """(sizes, what they leave out) of a model that open_config() reads, or of a text "d_model=512,num_layers=8,...".
+    """Find (sizes, what they leave out) of a model that open_config() reads, or of "d_model=512,num_layers=8,...".
 
     Raises ValueError, naming what is missing, unknown or cannot be.
     """
+    # 1. A text of numbers: whatever is no path of a configuration.
     try:
         path = local_path(model, ("config.json",))
     except CheckpointError as error:
@@ -170,12 +172,14 @@ def sizes_of(model: str) -> tuple[Sizes, list[str]]:
         if twice := [name for name in names if names.count(name) > 1]:
             raise ValueError(f"--model has {twice[0]} twice")
         return _shape({name: int(n) for name, (_, _, n) in zip(names, pairs, strict=True)}).sizes(), []
+    # 2. A configuration that Transformers makes a model of.
     try:
         config = read_json(path) if path.suffix == ".json" else {}
         if (made := _on_meta(path, config)) is not None:
             return counted(made), []
     except CheckpointError as error:
         raise ValueError(f"--model: {error}") from error
+    # 3. Another configuration: by its numbers, all layers alike.
     found = {ours: [config[n] for n in theirs if config.get(n)] for ours, theirs in _NAMES.items()}
     if wrong := [name for name, values in found.items() if values and not isinstance(values[0], int)]:
         # some families give a list here, a size a layer
@@ -204,7 +208,7 @@ def _on_meta(path: Path, config_json: Mapping[str, Any]) -> Any:
         import transformers
     except ModuleNotFoundError:
         return None
-    # what a GGUF file has is one of Transformers' types
+    # a GGUF file needs no check: what open_config() reads has one of Transformers' types
     if path.suffix != ".gguf" and config_json.get("model_type") not in list(transformers.CONFIG_MAPPING):
         return None
     config = open_config(path)
@@ -219,7 +223,7 @@ def _on_meta(path: Path, config_json: Mapping[str, Any]) -> Any:
 
 
 def counted(model: Any) -> Sizes:
-    """The sizes of a model of Transformers; ValueError if it has no layers, or does not say its choices."""
+    """Count the sizes of a model of Transformers; ValueError without layers, or without the number of choices."""
     text = model.config.get_text_config()
     # The decoder is the stack of layers with most parameters in experts, as against an encoder of images.
     stacks = [
