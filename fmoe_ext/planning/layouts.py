@@ -1,7 +1,7 @@
 """Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule.
 
-`fmoe pipeline plan` calls plan(). The search is exhaustive, because there are few layouts: pp * ep * dp is the number of
-ranks, and each divides it. For each one, with each schedule and each number of microbatches that the batch allows,
+`fmoe pipeline plan` calls plan(). The search is exhaustive, because there are few layouts: pp * ep * dp is the number
+of ranks, and each divides it. For each one, with each schedule and each number of microbatches that the batch allows,
 estimate() adds up
 
     memory    parameters with gradients and Adam, of the fullest rank; activations of the microbatches in flight;

@@ -25,7 +25,7 @@ FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
 class Packed(Protocol):
-    """What a Format needs of a packed weight; fmoe_ext.frozen.Quantized has it."""
+    """The part of fmoe_ext.frozen.Quantized, a packed weight, that a Format needs."""
 
     @property
     def format(self) -> str: ...
