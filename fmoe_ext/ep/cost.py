@@ -80,13 +80,15 @@ class Hardware:
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group
         device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        # 1. The links: to the ranks of this node, and to those of others.
         nodes = find_nodes(group)
         own = next(node for node in nodes if dist.get_rank(group) in node)
         away = [rank for node in nodes if node is not own for rank in node]
         given = _env.get("FMOE_FASTER_GLBPLC_NETBW")
         links = [_measure_link(group, peers, rows, layer, device) for peers in (own, away)]
+        # 2. FLOP a second of the forward of ops.expert_mlp.
         throughput = _env.get("FMOE_FASTER_GLBPLC_GPUTP")
-        if not throughput:  # FLOP a second of the forward of ops.expert_mlp
+        if not throughput:
             gated = layer.num_matrices == 3
             make = functools.partial(torch.ones, dtype=_dtype(layer), device=device)
             x = make(rows, layer.d_model)
@@ -99,6 +101,7 @@ class Hardware:
             with torch.no_grad():
                 seconds = _seconds(lambda: ops.expert_mlp(*mlp, activation), device)
             throughput = rows * layer.row_flop / 3 / seconds
+        # 3. The mean over the ranks, so that all decide by the same numbers.
         found = torch.tensor([throughput, *links[0], *links[1]], dtype=torch.float64, device=device)
         dist.all_reduce(found, group=group)
         throughput, latency, bandwidth, node_latency, node_bandwidth = (

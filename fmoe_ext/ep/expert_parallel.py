@@ -310,6 +310,7 @@ def move_rows(x: torch.Tensor, old: Sequence[int], new: Sequence[int], parallel:
             sends[target].append(source_index)
         if target == rank:
             arrivals[source].append(index)
+    # each rank gets what it lacks from each other in one exchange, and what stays from itself
     rows = x[[index for part in sends for index in part]]
     received = global_exchange(
         rows, [len(part) for part in sends], [len(part) for part in arrivals], parallel.group

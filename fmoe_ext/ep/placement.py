@@ -114,7 +114,9 @@ class Tables(NamedTuple):
 def _tables(experts_in_place: tuple[int, ...], num_local: int, chunk_ends: tuple[int, ...]) -> Tables:
     num_experts, num_chunks = len(experts_in_place), len(chunk_ends)
     num_ranks = num_experts // num_local
+    # [e]: the chunk of each expert of a rank, alike on all ranks
     chunk_of = [sum(end <= local for end in chunk_ends) for local in range(num_local)]
+    # places in the order of sending: by chunk, in it by rank
     order = sorted(range(num_experts), key=lambda place: (chunk_of[place % num_local], place))
     slots, ways, local_numbers = [0] * num_experts, [0] * num_experts, [0] * num_experts
     for slot, place in enumerate(order):
@@ -122,6 +124,7 @@ def _tables(experts_in_place: tuple[int, ...], num_local: int, chunk_ends: tuple
     for place, expert in enumerate(experts_in_place):
         rank, local_numbers[expert] = divmod(place, num_local)
         ways[expert] = chunk_of[place % num_local] * num_ranks + rank
+    # None for what is in order: the forward then looks nothing up
     is_sorted, is_one_chunk = slots == list(range(num_experts)), num_chunks == 1
     ways_by_rank = tuple(c * num_ranks + r for r in range(num_ranks) for c in range(num_chunks))
     return Tables(

@@ -124,11 +124,12 @@ class ExactPlan(Plan):
         """List the rows of each chunk; waits on a GPU for the sizes, which the collectives take from the host."""
         if self._copied is not None:
             self._copied.synchronize()
-        check(self._group)
+        check(self._group)  # the copy returns even after an abort
         sent, received = (counts.tolist() for counts in self._on_host)
         headers = [row[:_LENGTH] for row in received]
         self._step.note_empty_rank(not all(header[-1] for header in headers), self._group)
         _check_headers(headers, self._group)
+        # rows to send lie by chunk, in each by rank
         self._chunks: list[ChunkRows] = []
         begin = 0
         for first, end in self._columns:

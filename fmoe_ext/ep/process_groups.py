@@ -41,6 +41,7 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
     every rank; by default the timeout of init_process_group(), or of the store that it was given. torch does not tell
     the timeout of new_group(): give it here, on all ranks and before the group's first exchange.
     """
+    # 1. The process group, which must be this rank's.
     if isinstance(group, DeviceMesh):
         group = group.get_group()
     if not dist.is_initialized():
@@ -51,6 +52,7 @@ def register_group(group: Group = None, timeout: timedelta | None = None) -> str
     assert group is not None  # there is a default group
     if dist.get_rank(group) < 0:
         raise ValueError(f"rank {dist.get_rank()} is not a member of the group that it was given")
+    # 2. Its timeout, which the first communicator takes over.
     if timeout is not None:
         if timeout <= timedelta(0):
             raise ValueError(f"timeout must be more than 0 s, but got {timeout.total_seconds():g} s")

@@ -79,6 +79,7 @@ class Exchange:
         rows = [per_row(ops.permute, leaf, plan.row_idx, plan.inverse) for leaf in leaves]
         rows += self._pack_choices(weights)
         self.lap("permute")
+        # of a compiled graph the compiler plans the backward; else the functions at the end of this file do
         self._rows: _RowExchange | TracedRowExchange
         if self._step.is_traced:
             if self._placement.wire != "full":

@@ -74,6 +74,7 @@ def update_shadows(
             layer.top_k,
             parallel.chosen_exchange,
         )
+        # measured once for all layers, with as many rows as a rank gets on average
         if hardware is None:
             rows = min(max(sum(load) // parallel.size, 1), _MEASURED_ROWS)
             hardware = Hardware.measure(
@@ -130,7 +131,7 @@ def _reduce(
     """Sum the gradients [S, *] of the experts at places over the ranks -> [e, *] of this rank's experts."""
     group = find_group(group_name)
     rank, ranks = dist.get_rank(group), dist.get_process_group_ranks(group)
-    packets = torch.cat([grad.flatten(1) for grad in grads], 1)
+    packets = torch.cat([grad.flatten(1) for grad in grads], 1)  # [S, all parameters of an expert]
     homes = [divmod(place, num_local_experts) for place in places]
     works = [
         dist.reduce(packet, ranks[home], group=group, async_op=True)
@@ -138,6 +139,7 @@ def _reduce(
     ]
     for work in works:
         work.wait()
+    # experts of this rank that are not shadowed get their gradients elsewhere: zeros here
     out = [grad.new_zeros((num_local_experts, *grad.shape[1:])) for grad in grads]
     for packet, (home, index) in zip(packets, homes, strict=True):
         if home == rank:

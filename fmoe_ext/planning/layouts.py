@@ -217,10 +217,11 @@ def balance_cost(costs: Iterable[float], partitions: int) -> list[int]:
     costs = list(costs)
     if not 1 <= partitions <= len(costs):
         raise ValueError(f"partitions must be between 1 and the {len(costs)} layers, but got {partitions}")
-    total = [0.0]
+    total = [0.0]  # total[n]: sum of the first n costs
     for cost in costs:
         total.append(total[-1] + cost)
-    # Dynamic programming. best[n]: (greatest sum, lengths) of the first n costs in `parts` parts, from one part fewer
+    # Dynamic programming. best[n]: (greatest sum, lengths) of the first n costs in `parts` parts. The last part is
+    # costs[m:n], before it lies the best cut of the first m into one part fewer.
     best: list[tuple[float, list[int]]] = [(total[n], [n]) for n in range(len(costs) + 1)]
     for parts in range(2, partitions + 1):
         best = [
@@ -251,6 +252,7 @@ def plan(
     best: dict[tuple[int, int, int, str], Estimate] = {}
 
     def order(found: Estimate) -> tuple[bool, float]:
+        # what fits by seconds, before what does not fit, by how far it is from fitting
         fits = found.memory <= hardware.memory
         worth = PIPELINE_GAIN if found.layout.pp > 1 else 1.0
         return not fits, found.seconds * worth if fits else found.memory

@@ -34,6 +34,7 @@ def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = No
     num_local = len(load) // num_ranks
     current = list(current) if current is not None else list(range(len(load)))
     home = {expert: place // num_local for place, expert in enumerate(current)}
+    # 1. The rank of each expert, the most loaded first.
     total = [0] * num_ranks
     held: list[list[int]] = [[] for _ in range(num_ranks)]
     for expert in sorted(range(len(load)), key=lambda e: (-load[e], e)):
@@ -41,9 +42,9 @@ def plan(load: Sequence[int], num_ranks: int, current: Sequence[int] | None = No
         rank = min(free, key=lambda r: (total[r], r != home[expert], r))
         held[rank].append(expert)
         total[rank] += load[expert]
+    # 2. Its place there: an expert that stays on its rank keeps its place, the others fill the free places in order.
     new: list[int] = []
     for rank, experts in enumerate(held):
-        # An expert that stays on its rank keeps its place; the others fill the free places in order.
         before = current[rank * num_local : (rank + 1) * num_local]
         arrived = iter([expert for expert in experts if home[expert] != rank])
         new += [expert if expert in experts else next(arrived) for expert in before]
@@ -102,6 +103,7 @@ def move_experts(layer: Any, order: Sequence[int], optimizer: torch.optim.Optimi
     if sorted(order) != list(range(parallel.num_experts)):
         raise ValueError(f"order must name each of the {parallel.num_experts} experts once, but got {order}")
     old = parallel.experts_in_place
+    # every tensor with a row for each expert, in one order on all ranks, as each is an exchange
     with_rows = [
         x
         for name, param in layer.experts.named_parameters()

@@ -76,7 +76,7 @@ def read_loads(path: Path, layer: str | None = None) -> Loads:
     """
     text = path.read_text()
     try:
-        if text.lstrip().startswith("{"):
+        if text.lstrip().startswith("{"):  # JSON lines of balance.write
             records = [json.loads(line)["layers"] for line in text.splitlines() if line.strip()]
             layer = layer or next(iter(records[0]))
             if any(layer not in record for record in records):
@@ -201,6 +201,7 @@ def print_times(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
             loads = read_loads(options.loads, options.layer)
         except (OSError, ValueError) as error:
             parser.error(f"--loads: {reason(error)}")
+    # every number of ranks on every network
     found: list[dict[str, object]] = []
     num_matrices = 3 if options.gated else 2
     layer = Layer(options.d_model, options.d_hidden, num_matrices, 2, options.top_k, options.exchange)
@@ -220,6 +221,7 @@ def print_times(parser: argparse.ArgumentParser, options: argparse.Namespace) ->
         drawn = loads or draw_loads(options.steps, num_experts, rows, options.skew)
         for network in options.network:
             size = options.ranks_per_node
+            # network cards that a rank has
             share = 1.0 if size is None else (options.cards_per_node or size) / size
             hardware = Hardware(
                 _NETWORKS[network],
