@@ -49,6 +49,7 @@ def best_merged(
        into the most similar one that stays, or dropped if their cosine is below `least`. Shares follow `count`; of
        equal scores the first stays. scores [E] float64, count [E] int64: tokens of each expert, cosine [E, E].
     """
+    # 1. The worse of each similar pair
     pairs = cosine.clone()
     gone: list[int] = []
     while scores.numel() - len(gone) > number and pairs.max() >= least:
@@ -56,9 +57,11 @@ def best_merged(
         goes = min(pair, key=lambda e: (float(scores[e]), -e))
         gone.append(goes)
         pairs[goes] = pairs[:, goes] = -torch.inf  # it is in no pair any more
+    # 2. The lowest scores
     worst_first = reversed(torch.argsort(scores, descending=True, stable=True).tolist())
     others = [e for e in worst_first if e not in gone]
     gone += others[: max(0, scores.numel() - len(gone) - number)]
+    # 3. Who is merged into whom, by their shares of tokens
     stay = sorted(set(range(scores.numel())) - set(gone))
     groups = {e: [e] for e in stay}
     for e in gone:

@@ -248,6 +248,7 @@ class Cut:
             for name in self.base.tensors
             if name not in self._stacks and unloaded & {name, name.rpartition(".")[0]}
         ]
+        # 1. Their experts: single ones, and stacks. A head has as many as a layer, since config.json has one number.
         experts: dict[str, set[int]] = {}
         for name in names:
             if match := _OF_ONE.fullmatch(name):
@@ -264,7 +265,7 @@ class Cut:
                     "which one number in config.json cannot replace"
                 )
         self.heads = set(experts)
-        # A head's router is one whose name ends as a layer's does behind its number. {that end: parameter of a layer}
+        # 2. Their routers: a name that ends as a layer's does behind its number. {that end: parameter of a layer}
         ends = {
             name.rpartition(f"layers.{number}.")[2]: parameter
             for name, parameter in self._names.renamed.items()
@@ -297,6 +298,7 @@ class Cut:
             if path not in norms or len(stored.shape) < (2 if one else 3):  # a bias
                 continue
             leaf = one[3] if one else name
+            # [E]: norm of each expert's part of this projection
             of_leaf = norms[path].setdefault(
                 leaf, torch.zeros(self.num_experts, dtype=torch.float64, device="cpu")
             )
@@ -395,6 +397,7 @@ class GgufCut:
 
     def __init__(self, files: GgufModel, paths: Sequence[str], num_experts: int, number: int) -> None:
         self.files, self.num_experts, self.number = files, num_experts, number
+        # {number of a layer: path of its experts}
         found = [re.search(r"\.layers\.(\d+)\.", f".{path}.") for path in paths]
         layers = {int(m[1]): path for m, path in zip(found, paths, strict=True) if m}
         # {tensor: path of the experts that its first dimension counts, which is the last in GGUF's order}
@@ -436,6 +439,7 @@ class GgufCut:
             writer = gguf.GGUFWriter(unfinished, file.architecture)
             writer.data_alignment = file.alignment
             try:
+                # 1. Metadata, with the new number of experts.
                 for name, field in file.fields.items():
                     is_count = name == f"{file.architecture}.expert_count"
                     value = self.number if is_count else field.contents()
@@ -444,6 +448,7 @@ class GgufCut:
                         continue
                     sub_type = field.types[-1] if len(field.types) > 1 else None
                     writer.add_key_value(name, value, field.types[0], sub_type)
+                # 2. Names, shapes and sizes of all tensors; GGUF has them before the first bytes.
                 for tensor in file.tensors:
                     shape, size = list(tensor.data.shape), int(tensor.n_bytes)
                     if tensor.name in self._paths:
@@ -452,6 +457,7 @@ class GgufCut:
                 writer.write_header_to_file()
                 writer.write_kv_data_to_file()
                 writer.write_ti_data_to_file()
+                # 3. Their bytes, of the experts that stay.
                 for tensor in file.tensors:
                     path = self._paths.get(tensor.name)
                     writer.write_tensor_data(tensor.data if path is None else tensor.data[list(kept[path])])

@@ -184,6 +184,7 @@ def number_to_keep(
     number = max(1, round(num_experts * keep)) if keep is not None else int(experts or 0)
     if not 1 <= number <= num_experts:
         raise CheckpointError(f"the model has {num_experts} experts a layer, so {number} cannot stay")
+    # A token must find its top_k experts, in a group-limited router in the groups that it chooses.
     top_k = next((int(config[name]) for name in TOP_K if config.get(name)), 1)
     groups = int(config.get("n_group") or 1)
     if number < top_k:
@@ -235,6 +236,7 @@ def _choose(
             "merged": merged,
             "lost_mass": lost.item(),
         }
+    # config.json has one number of experts, for heads too
     heads: dict[str, dict[str, Any]] = {}
     for path, values in (cut.scores_of_heads() if isinstance(cut, Cut) else {}).items():
         kept[path] = {e: {e: 1.0} for e in best(values, number, groups)}

@@ -73,6 +73,7 @@ def frozen_mlp(
         >>> torch.allclose(y, plain, rtol=1e-4)
         True
     """
+    # 1. Arguments of the operator: bytes and packing of each weight, adapters, biases in the order of the products.
     number = activation_number(activation)
     chooser.before(x)
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
@@ -86,6 +87,7 @@ def frozen_mlp(
                 f"{name} requires a gradient, which frozen_mlp does not compute: freeze it with "
                 f"{name}.requires_grad_(False), or train it with expert_mlp"
             )
+    # 2. What is differentiated. Under torch.func requires_grad says nothing, so everything is saved.
     learned = (x, topk_weights, a1, lb1, a2, lb2)
     transformed = torch.is_grad_enabled() and is_transformed(*learned)
     if transformed:

@@ -165,6 +165,7 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
         raise ValueError(
             f"rows of {format} must be whole blocks of {kind.block}, but got shape {list(weight.shape)}"
         )
+    # plain rounding, or scales by an importance
     values = weight.detach().float()
     if importance is None:
         return Quantized(format, *kind.pack(values))

@@ -52,6 +52,7 @@ def round_packed(
             f"target must be [out, in] of packed {list(packed.shape)} with E = 1, but got {list(target.shape)}"
         )
     target, hessian = target.float(), hessian.float()
+    # 1. The ways of rounding.
     descent = _Descent(target, hessian)
     kept = descent.rounded(packed)
     ways = {"file": packed, "kept": kept}
@@ -61,6 +62,7 @@ def round_packed(
     if (nearest := _with_fresh_scales(packed, target[None])) is not None:
         ways["nearest"] = nearest
         ways["fresh"] = descent.rounded(nearest)
+    # 2. The best of each row.
     errors = torch.stack([error_of(_values(q) - target, hessian) for q in ways.values()])
     best = errors.argmin(0)  # [out]: the way of each row
     counts = {name: int((best == i).sum()) for i, name in enumerate(ways)}
@@ -91,6 +93,7 @@ def to_nearest(packed: Quantized, target: torch.Tensor) -> Quantized:
     kept, fresh = _nearest_values(packed, target), _with_fresh_scales(packed, target)
     if fresh is None:
         return kept
+    # blocks of a row: of GGUF's those whose bytes hold the scales, else the columns that share one
     parts = target.shape[2] // packed.kind.block if packed.scale is None else packed.scale.shape[2]
     errors = [(q.kind.decode(q) - target).square().unflatten(2, (parts, -1)).sum(-1) for q in (fresh, kept)]
     is_better = errors[0] < errors[1]

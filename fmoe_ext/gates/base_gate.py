@@ -229,7 +229,7 @@ class BaseGate(nn.Module):
 
         Raises RuntimeError, where gradients are on, for the loss of a training forward that ran without them.
         """
-        own = self._loss_of_thread
+        own = self._loss_of_thread  # None: a compiled program left the loss
         loss = self.graph_loss if own is None else own.loss
         lacks_gradient = self._graph_loss_lacks_gradient if own is None else own.lacks_gradient
         if clear:
@@ -239,6 +239,7 @@ class BaseGate(nn.Module):
                 self._last_loss = None
             else:
                 own.loss = None
+        # Not under no_grad, where a caller looks at the value, and not for a gate that does not train.
         if (
             loss is not None
             and lacks_gradient

@@ -131,7 +131,8 @@ def sequence_balance_loss(
         1, topk_idx.clamp(min=0).long(), (topk_idx >= 0).to(scores.dtype)
     )
     num_sequences: int | torch.Tensor
-    if sequences is None:  # all of one length and whole: B of them by a view
+    # B sequences: choices of each expert and its mean score in each, [B, E]
+    if sequences is None:  # all of one length and whole: by a view
         assert seq_len is not None
         num_choices_BE = chosen_TE.unflatten(0, (-1, seq_len)).sum(1)
         mean_score_BE = scores.unflatten(0, (-1, seq_len)).mean(1)
@@ -141,6 +142,7 @@ def sequence_balance_loss(
         if type(parts) is not OneRank:  # another part may have later sequences, where this one has no token
             mine = torch.tensor([num_numbers], device=scores.device)
             num_numbers = max(int(count) for count in parts.gather(mine))
+        # summed by the number of the sequence, then over the ranks that have parts of it
         zeros_BE = scores.new_zeros(num_numbers, num_experts)
         num_choices_BE = zeros_BE.index_add(0, sequences, chosen_TE)
         score_sum_BE = zeros_BE.index_add(0, sequences, scores)

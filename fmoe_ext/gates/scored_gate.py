@@ -98,6 +98,7 @@ class ScoredGate(GateOverRanks):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(d_model, num_expert, world_size, top_k, gate_bias, normalize=normalize, ranks=ranks)
+        # the setter of balance_loss checks it, and needs seq_len
         self.seq_len = seq_len
         self.balance_loss = balance_loss
         if "sequence" not in self.balance_losses and seq_len is not None:
@@ -125,6 +126,7 @@ class ScoredGate(GateOverRanks):
             raise ValueError(
                 f"topk_groups must be between 1 and the {num_groups} groups, but got {topk_groups}"
             )
+        # a token must find its top_k experts in the groups that it takes
         group_size = self.num_experts // num_groups
         if self.top_k > group_size * topk_groups:
             raise ValueError(
@@ -158,6 +160,7 @@ class ScoredGate(GateOverRanks):
 
     @balance_loss.setter
     def balance_loss(self, value: str | Mapping[str, float] | None) -> None:
+        # {kind: weight}, whichever of the three forms it was given in
         losses = dict(value) if isinstance(value, Mapping) else {} if value is None else {str(value): 1.0}
         if (value is not None and not losses) or not losses.keys() <= set(BALANCE_LOSSES):
             raise ValueError(
@@ -172,6 +175,7 @@ class ScoredGate(GateOverRanks):
         if "sequence" in losses and self.seq_len is None:
             raise ValueError('balance_loss="sequence" needs seq_len, the number of tokens of one sequence')
         self._balance_loss, self.balance_losses = value, losses
+        # not in the state dict: it begins anew at each step of the optimizer
         if "running" in losses:
             load = torch.zeros(self.num_experts, dtype=torch.int64, device=self.gate.weight.device)
             self.register_buffer("running_load", load, persistent=False)

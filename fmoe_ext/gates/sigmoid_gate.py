@@ -129,6 +129,7 @@ class SigmoidGate(ScoredGate):
 
     def _notice_missing_updates(self, num_choices: int) -> None:
         """Warn if the bias should move, and no optimizer has stepped the gate for a thousand forwards."""
+        # numbers of the host: pending_load, on the device, is read once in a thousand forwards
         self._forwards_since_update += 1
         self._counted_since_update += num_choices
         moves = self.moves_bias and any(p.requires_grad for p in self.parameters())

@@ -71,21 +71,22 @@ class SwipeGate(GateOverRanks):
             room = torch.cat(self.ranks.gather(capacity.to(idx.device).reshape(1), same_size=True))
             moved, left = self.swipe_once(idx, room, bias)
             return moved, left[self.ranks.rank]
+        # 1. Everyone's choices, and which rank each asks for.
         parts = self.ranks.gather(idx)
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         everyone = torch.cat(parts)
         rank = everyone // self.num_local_experts
         to_rank = torch.nn.functional.one_hot(rank, self.world_size)  # [T of all ranks, ranks]
-        # the place of a choice in the queue of its rank, counted from 1, over the tokens of all ranks
+        # 2. The queue of each rank: the place of a choice in it, counted from 1, over the tokens of all ranks.
         place = to_rank.cumsum(0).gather(1, rank[:, None]).squeeze(1)
         admitted = place <= capacity[rank]
         capacity = capacity - torch.minimum(to_rank.sum(0), capacity)
-        # choices that found no room fill the room of rank 0 first, then of rank 1, ...
+        # 3. Choices that found no room fill the room of rank 0 first, then of rank 1, ...
         ends = capacity.cumsum(0)
         turn = (~admitted).long().cumsum(0) - 1
         target = torch.searchsorted(ends, turn, right=True).clamp(max=self.world_size - 1)
         moved = torch.where(admitted, everyone, target * self.num_local_experts + bias)
-        # what they used goes off the room of each rank, in the same order
+        # 4. What they used goes off the room of each rank, in the same order.
         used = (~admitted).sum().clamp(max=ends[-1])
         begins = ends - capacity
         capacity = capacity - (used - begins).clamp(min=0).minimum(capacity)

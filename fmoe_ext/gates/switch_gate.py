@@ -67,6 +67,7 @@ class SwitchGate(GateOverRanks):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; the weights are probabilities among all experts."""
+        # 1. All in one node, on one rank and without FastMoE's variants.
         adds_to_input = self.training and self.switch_eps > 0 and not self.additive_noise
         if adds_to_input and isinstance(inp, torch.Tensor):
             inp = with_noise(inp, self.switch_eps)
@@ -75,6 +76,7 @@ class SwitchGate(GateOverRanks):
         found = self.choose_in_one_node(inp, num_counted=self.top_k) if is_usual else None
         if found is not None:
             return self._drop_over_capacity(found[0]), found[1]
+        # 2. The steps apart: choose, then drop and count at once or one after the other.
         logits = self.logits(inp)
         if self.training and self.switch_eps > 0 and self.additive_noise:
             logits = logits + noise_like(logits, self.switch_eps)

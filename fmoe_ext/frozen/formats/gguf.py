@@ -133,17 +133,20 @@ class _KBlocks(_Blocks):
         self, blocks: torch.Tensor, most: int, importance: torch.Tensor | None = None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Round float32 [..., 8, 32] -> the first 16 bytes of each block, and codes [..., 8, 32] from 0 to most."""
+        # 1. A line through the least and the largest value of 32, or one fitted by importance.
         minimum = -blocks.amin(-1).clamp(max=0)
         scale = (blocks.amax(-1) + minimum) / most
         if importance is not None:
             scale, minimum = _fitted_line(blocks, importance, scale, minimum, most)
-        # 63 is the largest of 6 bits; d is rounded to float16 first, so that scales and codes make up for it
+        # 2. Scales and minima in 6 bits, up to 63. d is rounded to float16 first: scales and codes make up for that.
         d, dmin = (t.amax(-1, keepdim=True).div(63).half().float() for t in (scale, minimum))
         scales, minima = (
             (t * _inverse(unit)).round().clamp(0, 63) for t, unit in ((scale, d), (minimum, dmin))
         )
+        # 3. Codes, by the scales as they are read.
         step, low = (d * scales)[..., None], (dmin * minima)[..., None]
         codes = ((blocks + low) * _inverse(step)).round().clamp(0, most).to(torch.uint8)
+        # 4. The 12 bytes of the class's docstring.
         s, m = scales.to(torch.uint8), minima.to(torch.uint8)
         first = s[..., :4] | s[..., 4:] >> 4 << 6
         second = m[..., :4] | m[..., 4:] >> 4 << 6
@@ -217,6 +220,7 @@ class _Q6K(_Blocks):
 
     def decode(self, q: Packed) -> torch.Tensor:
         blocks = self.blocks(q)
+        # halves of 128 columns: 64 bytes of low bits, 32 of high bits, of four quarters of 32 columns
         low, high = (
             blocks[..., :128].unflatten(-1, (2, 1, 64)),
             blocks[..., 128:192].unflatten(-1, (2, 1, 32)),
@@ -229,6 +233,7 @@ class _Q6K(_Blocks):
 
     def pack(self, weight: torch.Tensor) -> Tensors:
         blocks = weight.unflatten(2, (-1, 16, 16))
+        # 31 and 127: the largest code, and the largest int8 of a scale
         scale = blocks.abs().amax(-1) / 31
         d = scale.amax(-1, keepdim=True).div(127).half().float()
         scales = (scale * _inverse(d)).round().clamp(0, 127)
@@ -270,6 +275,7 @@ class _Iq4Xs(_Blocks):
     def pack(self, weight: torch.Tensor) -> Tensors:
         blocks = weight.unflatten(2, (-1, 8, 32))
         scale = _signed_scale(blocks)
+        # the scale of the largest magnitude becomes -32, exactly: 6 bits reach further below zero than above
         d = (scale.gather(-1, scale.abs().argmax(-1, keepdim=True)) / -32).half()
         scales = (scale * _inverse(d.float())).round().clamp(-32, 31)
         codes = _nearest_codes(blocks * _inverse(d.float() * scales)[..., None])
