@@ -41,28 +41,44 @@ _E4M3_MIN = 2**-9  # above zero
 _MX, _NV = 32, 16  # columns that share a scale
 
 
-class Mxfp4(Lattice, Fitted):
+class _Mx(Lattice):
+    """Base of MXFP4 and MXFP8: blocks of 32 with a power of two each."""
+
+    block = _MX
+    can_rescale = False
+
+    def check_scale(self, q: Packed, shape: Shape) -> None:
+        """Raise ValueError unless q has exponents [E, out, blocks], and no zero."""
+        scale = require(q, "scale", (torch.uint8, torch.float8_e8m0fnu), 3)
+        refuse(q, "zero")
+        same_shape(q, "scale", scale, shape)
+
+    def step(self, q: Packed) -> torch.Tensor:
+        """Turn the exponents of q, uint8 or float8_e8m0fnu, into powers of two in float32, [E, out, blocks]."""
+        assert q.scale is not None
+        exponent = q.scale.view(torch.uint8).int()
+        # The bits of 2^(e - 127) in float32: e is its exponent field. 2^-127 is subnormal, and 255 is NaN.
+        bits = torch.where(exponent == 0, 0x400000, exponent << 23)
+        return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
+
+
+class Mxfp4(_Mx, Fitted):
     """MXFP4: E2M1 in blocks of 32 with a power of two each."""
 
     number = 1
     tensors = "data uint8 [E, out, in / 32, 16], scale uint8 (e8m0) [E, out, in / 32]"
     bits = 4.25
-    block = _MX
-    can_rescale = False
 
     def check(self, q: Packed) -> Shape:
         blocks = require(q, "data", (torch.uint8,), 4)
-        scale = require(q, "scale", (torch.uint8, torch.float8_e8m0fnu), 3)
-        refuse(q, "zero")
         E, out, num_blocks, width = blocks.shape
         same_shape(q, "data", blocks, (E, out, num_blocks, 16))
-        same_shape(q, "scale", scale, (E, out, num_blocks))
+        self.check_scale(q, (E, out, num_blocks))
         return E, out, num_blocks * 2 * width
 
     def decode(self, q: Packed) -> torch.Tensor:
-        assert q.scale is not None
         values = e2m1(q.device)[nibbles(q.data).int()]  # [E, out, blocks, 32]
-        return (values * _powers_of_two(q.scale)[..., None]).flatten(-2)
+        return (values * self.step(q)[..., None]).flatten(-2)
 
     def pack(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors:
         blocks = weight.unflatten(2, (-1, _MX))
@@ -85,35 +101,29 @@ class Mxfp4(Lattice, Fitted):
         return rows.unflatten(2, (-1, 16))
 
     def grid(self, q: Packed) -> Grid:
-        assert q.scale is not None
-        return _grid_of_e2m1(_powers_of_two(q.scale))
+        return _grid_of_e2m1(self.step(q))
 
     def recode(self, q: Packed, codes: torch.Tensor) -> torch.Tensor:
         return pairs(codes).view_as(q.data)
 
 
-class Mxfp8(Lattice):
+class Mxfp8(_Mx):
     """MXFP8: E4M3 in blocks of 32 with a power of two each."""
 
     number = 12
     tensors = "data float8_e4m3fn [E, out, in], scale uint8 or float8_e8m0fnu [E, out, in / 32]"
     bits = 8.25
-    block = _MX
-    can_rescale = False
 
     def check(self, q: Packed) -> Shape:
         data = require(q, "data", (torch.float8_e4m3fn,), 3)
-        scale = require(q, "scale", (torch.uint8, torch.float8_e8m0fnu), 3)
-        refuse(q, "zero")
         E, out, width = data.shape
         if width % _MX:
             raise ValueError(f"a row of mxfp8 must be whole blocks of {_MX} columns, but got {width}")
-        same_shape(q, "scale", scale, (E, out, width // _MX))
+        self.check_scale(q, (E, out, width // _MX))
         return E, out, width
 
     def decode(self, q: Packed) -> torch.Tensor:
-        assert q.scale is not None
-        return (q.data.float().unflatten(-1, (-1, _MX)) * _powers_of_two(q.scale)[..., None]).flatten(-2)
+        return (q.data.float().unflatten(-1, (-1, _MX)) * self.step(q)[..., None]).flatten(-2)
 
     def pack(self, weight: torch.Tensor) -> Tensors:
         # 2^8 = 256 is the largest power of two in E4M3
@@ -124,10 +134,9 @@ class Mxfp8(Lattice):
         return rows.view(torch.float8_e4m3fn)
 
     def grid(self, q: Packed) -> Grid:
-        assert q.scale is not None
         # from -448 to 448, without -0 and NaN
         codes = torch.tensor([*range(0xFE, 0x80, -1), *range(0x7F)], dtype=torch.uint8, device=q.device)
-        step = _powers_of_two(q.scale)
+        step = self.step(q)
         return Grid(codes.view(torch.float8_e4m3fn).float(), codes, step, torch.zeros_like(step))
 
     def recode(self, q: Packed, codes: torch.Tensor) -> torch.Tensor:
@@ -158,7 +167,13 @@ class Nvfp4(Lattice, Fitted):
 
     def decode(self, q: Packed) -> torch.Tensor:
         values = e2m1(q.device)[nibbles(q.data).int()]
-        return (values.unflatten(-1, (-1, _NV)) * _steps(q)[..., None]).flatten(-2)
+        return (values.unflatten(-1, (-1, _NV)) * self.step(q)[..., None]).flatten(-2)
+
+    def step(self, q: Packed) -> torch.Tensor:
+        """Compute the scale of each block as float32, [E, out, blocks]."""
+        assert q.scale is not None and q.zero is not None
+        # in this order, with both factors: one product of them would round otherwise
+        return q.scale.view(torch.float8_e4m3fn).float() * q.zero[..., :1] / q.zero[..., 1:]
 
     def pack(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> WithZero:
         blocks = weight.unflatten(2, (-1, _NV))
@@ -180,7 +195,7 @@ class Nvfp4(Lattice, Fitted):
         return pairs(codes(wanted).flatten(2)), in_e4m3(wanted), factors.contiguous()
 
     def grid(self, q: Packed) -> Grid:
-        return _grid_of_e2m1(_steps(q))
+        return _grid_of_e2m1(self.step(q))
 
     def recode(self, q: Packed, codes: torch.Tensor) -> torch.Tensor:
         return pairs(codes)
@@ -214,14 +229,6 @@ def _grid_of_e2m1(step: torch.Tensor) -> Grid:
     return Grid(e2m1(step.device)[codes.int()], codes, step, torch.zeros_like(step))
 
 
-def _powers_of_two(scale: torch.Tensor) -> torch.Tensor:
-    """Turn exponents, uint8 or float8_e8m0fnu, into powers of two in float32."""
-    exponent = scale.view(torch.uint8).int()
-    # The bits of 2^(e - 127) in float32: e is its exponent field. 2^-127 is subnormal, and 255 is NaN.
-    bits = torch.where(exponent == 0, 0x400000, exponent << 23)
-    return torch.where(exponent == 255, 0x7FC00000, bits).view(torch.float32)
-
-
 def _scaled_by_powers_of_two(
     blocks: torch.Tensor, exponent_of_codes: int, most: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -235,12 +242,6 @@ def _scaled_by_powers_of_two(
     exponent = torch.where(largest > 0, exponent, -127)
     scaled = torch.ldexp(blocks, -exponent[..., None]).clamp(-most, most)
     return scaled, (exponent + 127).to(torch.uint8)
-
-
-def _steps(q: Packed) -> torch.Tensor:
-    assert q.scale is not None and q.zero is not None
-    # in this order, with both factors: one product of them would round otherwise
-    return q.scale.view(torch.float8_e4m3fn).float() * q.zero[..., :1] / q.zero[..., 1:]
 
 
 def in_e4m3(scale: torch.Tensor) -> torch.Tensor:
