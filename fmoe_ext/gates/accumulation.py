@@ -165,9 +165,6 @@ class _Running(threading.local):
     microbatch: int | None = None  # its number; None for a forward of a thread outside of the block
     slot = 0  # the number, in the forward, of the next sum that others() is asked for
 
-    def __reduce__(self) -> tuple[type[_Running], tuple[()]]:
-        return _Running, ()  # a copy of a gate runs nothing yet
-
 
 class _Sums:
     """A gate's ranks that remember the sums of each microbatch, a forward of the thread that is in the block.
@@ -183,6 +180,9 @@ class _Sums:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _of_no_thread, (self.inner,)  # of a gate that is copied inside a block
 
     def of_thread(self) -> Any:
         """Return itself for a forward of the block's thread, for others what they would have without it."""
@@ -229,6 +229,13 @@ class _Sums:
         parts = [self.recorded[number][now.slot] for number in numbers if number != now.microbatch]
         now.slot += 1
         return sum(parts, torch.zeros_like(like))
+
+
+def _of_no_thread(inner: Any) -> _Sums:
+    """Make the sums of a copied gate, which is in no block: every forward gets what it would have without one."""
+    sums = _Sums(inner)
+    sums.thread = 0
+    return sums
 
 
 class _WithOthers(_Sums):

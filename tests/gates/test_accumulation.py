@@ -1,6 +1,7 @@
 """Losses over microbatches are those of the whole batch: values and gradients."""
 
 import copy
+import pickle
 from functools import partial
 
 import pytest
@@ -154,6 +155,31 @@ def test_first_pass_counts_nothing_and_restores_gates():
         assert sum(layer["tokens_per_expert"]) == 2 * sum(SIZES)
     assert int(model.moe[0].gate.pending_load.sum()) == 2 * sum(SIZES)
     assert [layer.gate.ranks for layer in model.moe] == ranks
+
+
+@pytest.mark.parametrize("duplicate", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_gate_copied_inside_a_block_is_outside_of_it(duplicate):
+    model, x = FMoETransformerMLP(E, D, 5, gate="softmax").double(), torch.randn(4, D, dtype=torch.float64)
+    model(x)
+    alone = total_loss(model).detach()
+    batch = WholeBatch(model)
+    with batch.first_pass():
+        model(torch.randn(3, D, dtype=torch.float64))
+        copies = [duplicate(model)]
+        model(x)
+    with batch.second_pass():
+        model(torch.randn(3, D, dtype=torch.float64))
+        copies.append(duplicate(model))
+        model(x)
+    with all_forwards_first(model):
+        model(torch.randn(3, D, dtype=torch.float64))
+        copies.append(duplicate(model))
+        model(x)
+        assert not torch.allclose(total_loss(model), alone, rtol=1e-6, atol=0)
+    for copied in copies:
+        for _ in range(2):
+            copied(x)
+            assert torch.equal(total_loss(copied), alone)
 
 
 def test_errors():
