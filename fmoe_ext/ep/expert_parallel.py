@@ -34,7 +34,9 @@ class LoadCounter:
     def add(self, counts: torch.Tensor) -> None:
         """Add the choices of a forward, [num_experts]."""
         if self._counts.device != counts.device:
-            self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=counts.device)
+            # forwards that train will write to it, which an inference tensor refuses
+            with torch.inference_mode(False):
+                self._counts = torch.zeros(self.num_experts, dtype=torch.int64, device=counts.device)
         self._counts.add_(counts)  # in place: a CUDA graph repeats it
 
     def pop(self, group: dist.ProcessGroup) -> list[int]:

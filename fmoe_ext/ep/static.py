@@ -41,7 +41,9 @@ class RowLimit:
         differ = (headers != headers[:1]).any().long().view(1)
         seen = torch.cat((needed, differ))
         if self._seen is None:
-            self._seen = torch.zeros_like(seen)
+            # forwards that train will write to it, which an inference tensor refuses
+            with torch.inference_mode(False):
+                self._seen = torch.zeros_like(seen)
         # in place: a CUDA graph goes on writing to the tensor that it was captured with
         self._seen.copy_(torch.maximum(self._seen, seen))
         return (needed > self.max_rows).any() | (differ > 0).any()

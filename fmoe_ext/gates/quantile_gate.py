@@ -126,8 +126,10 @@ class QuantileGate(ScoredGate):
 
     def _keep_float32(self) -> None:
         if self.quantile_bias.dtype != torch.float32:  # where .half() or .bfloat16() had cast it
-            self.quantile_bias = self.quantile_bias.to(torch.float32)
-            self.quantile_sum = self.quantile_sum.to(torch.float32)
+            # forwards that train will write to them, which inference tensors refuse
+            with torch.inference_mode(False):
+                self.quantile_bias = self.quantile_bias.to(torch.float32)
+                self.quantile_sum = self.quantile_sum.to(torch.float32)
 
 
 def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tensor | None:

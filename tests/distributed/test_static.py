@@ -8,7 +8,8 @@ import torch.distributed as dist
 from torch.overrides import TorchFunctionMode
 
 from fmoe_ext import FMoE, FMoETransformerMLP
-from fmoe_ext.ep.static import check_max_rows
+from fmoe_ext.ep.expert_parallel import LoadCounter
+from fmoe_ext.ep.static import RowLimit, check_max_rows
 from tests.distributed.layouts import D, E, K, assert_equal_training
 from tests.distributed.test_layouts import OneExpert
 
@@ -164,3 +165,14 @@ def rejects():
 
 def test_rejects(pool):
     pool.run(rejects, world_size=2)
+
+
+def test_counters_that_begin_in_inference_mode_go_on_in_training():
+    """On a GPU both make their tensor in the first forward: on the meta device as there."""
+    limit, load = RowLimit(3, 0, [0, 1]), LoadCounter(E)
+    headers, counts = torch.zeros(2, 4, dtype=torch.int64), torch.ones(E, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        assert not limit.note(torch.tensor([1, 3]), headers)
+        load.add(counts)
+    assert limit.note(torch.tensor([2, 4]), headers)
+    load.add(counts)

@@ -117,3 +117,12 @@ def test_no_tokens_all_experts_and_bad_options():
     ):
         with pytest.raises(ValueError, match=message):
             make(**options)
+
+
+def test_gate_cast_to_bfloat16_that_begins_in_inference_mode_trains():
+    gate, x = QuantileGate(D, E, 1, 2).bfloat16(), tokens().bfloat16()
+    with torch.inference_mode():
+        gate.eval()(x)
+    gate.train()(x)
+    gate.update_bias()
+    assert gate.quantile_bias.dtype == torch.float32 and gate.quantile_bias.abs().max() > 0
