@@ -104,7 +104,7 @@ class ParallelLayout:
             "world_size": 1,
             **{f.name: f.default for f in fields(parallel) if f.name != "world_size"},
         }
-        both = [name for name, value in keywords.items() if value is not defaults[name]]
+        both = [name for name, value in keywords.items() if value != defaults[name]]
         if both:
             raise ValueError(f"parallel= says how the layer is spread: give {both[0]}= to ParallelLayout")
         return parallel

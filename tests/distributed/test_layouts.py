@@ -304,6 +304,8 @@ def parallel_says_what_keywords_say():
         FMoETransformerMLP(3, D, 5, overlap_degree=2, parallel=ParallelLayout(world_size=2))
     with pytest.raises(ValueError, match="world_size is 3, but moe_group has 2 ranks"):
         FMoETransformerMLP(3, D, 5, parallel=ParallelLayout(world_size=3))
+    default = "".join(("cho", "ice"))  # another object than the default, as one read from a file
+    FMoETransformerMLP(3, D, 5, exchange=default, parallel=ParallelLayout())
 
 
 def test_parallel_and_keywords_give_one_layer(pool):
