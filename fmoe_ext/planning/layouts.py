@@ -280,8 +280,9 @@ def advice(estimates: Sequence[Estimate], hardware: Hardware) -> str:
         )
     if first.layout.pp == 1:
         return "Do not use a pipeline: data and expert parallelism fit, and lose no time to bubbles."
-    alone = [e for e in estimates if e.layout.pp == 1]
-    if alone and (least := min(alone, key=lambda e: e.seconds)).memory <= hardware.memory:
-        times = least.seconds / first.seconds
+    # the fastest without a pipeline may not fit where a slower one does
+    alone = [e.seconds for e in estimates if e.layout.pp == 1 and e.memory <= hardware.memory]
+    if alone:
+        times = min(alone) / first.seconds
         return f"A pipeline is {times:.2f} times as fast as the best layout without one, which fits too."
     return "Use a pipeline: without one, no layout fits."

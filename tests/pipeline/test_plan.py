@@ -14,7 +14,7 @@ from torch import nn
 from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.planning.cli import main
-from fmoe_ext.planning.layouts import GIB, LayerPlan, Layout, advice, estimate, plan
+from fmoe_ext.planning.layouts import GIB, Estimate, LayerPlan, Layout, advice, estimate, plan
 from fmoe_ext.planning.sizes import Shape, sizes_of
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
@@ -202,6 +202,15 @@ def test_advice():
     assert found[0].layout.pp > 1 and "times as fast as the best layout without one" in advice(found, slow)
     with pytest.raises(ValueError, match="no layout of 4 ranks divides a batch of 1 sequences"):
         plan(layers[:2], 4, 1, small)
+
+
+def test_advice_knows_a_slower_layout_that_fits_without_a_pipeline():
+    def made(pp, dp, ep, memory, seconds):
+        return Estimate(Layout(pp, dp, ep, "gpipe" if pp > 1 else "none", 8), memory, 0, 0, seconds, 0, 0)
+
+    fastest, fits, pipeline = made(1, 8, 1, 9.0, 1.0), made(1, 1, 8, 4.0, 6.0), made(8, 1, 1, 4.0, 2.0)
+    said = advice([pipeline, fits, fastest], Hardware(1.0, 1.0, 5.0))
+    assert said == "A pipeline is 3.00 times as fast as the best layout without one, which fits too."
 
 
 def test_checkpointing_takes_less_memory():
