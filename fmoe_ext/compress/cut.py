@@ -156,6 +156,7 @@ class Cut:
         place = {path: {old: new for new, old in enumerate(shares)} for path, shares in kept.items()}
         # parameters that were cut: of experts all, since __init__ found their tensors; of routers as they come
         covered = {f"{path}.{leaf}" for path in kept for leaf in ("gate_up_proj", "up_proj", "down_proj")}
+        # tensors of one expert; then stacks, routers of heads, other parameters that count experts, tables
         found = {}
         for name, stored in self.base.tensors.items():
             if of_one := self._expert_of(name):
@@ -248,7 +249,7 @@ class Cut:
             for name in self.base.tensors
             if name not in self._stacks and unloaded & {name, name.rpartition(".")[0]}
         ]
-        # 1. Their experts: single ones, and stacks. A head has as many as a layer, since config.json has one number.
+        # 1. Their experts: single ones, and stacks.
         experts: dict[str, set[int]] = {}
         for name in names:
             if match := _OF_ONE.fullmatch(name):
@@ -259,6 +260,7 @@ class Cut:
                 experts.setdefault(match[1], set()).update(range(self.base.tensors[name].shape[0]))
                 self._stacks[name] = match[1]
         for path, numbers in experts.items():
+            # config.json has one number, for layers and heads
             if numbers != set(range(self.num_experts)):
                 raise CheckpointError(
                     f"{self.base.folder}: {path} has {len(numbers)} experts, the model {self.num_experts} a layer, "

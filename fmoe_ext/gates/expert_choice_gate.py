@@ -72,6 +72,7 @@ class ExpertChoiceGate(GateOverRanks):
         capacity = expert_capacity(self.capacity_factor, everyone.shape[0], self.top_k, self.num_experts)
         tokens = everyone.sort(dim=0, descending=True, stable=True).indices[:capacity]  # [C, E]
         picked = torch.zeros_like(everyone, dtype=torch.bool).scatter_(0, tokens, True)
+        # the rows of this rank's tokens: [T, E]
         begin = sum(part.shape[0] for part in parts[: self.ranks.rank])
         picked = picked.narrow(0, begin, scores.shape[0])
         # no probability is below 0, so -1 sorts what was not picked behind

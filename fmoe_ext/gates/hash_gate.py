@@ -69,6 +69,7 @@ class HashGate(ScoredGate):
 
     @torch.no_grad()
     def _draw_table(self) -> None:
+        # K different experts: the distance is E // K, so the last is less than E away from the first
         first = torch.randint(
             self.num_experts, (self.expert_of_id.shape[0], 1), device=self.expert_of_id.device
         )

@@ -98,6 +98,7 @@ class NoisyGate(BaseGate):
         behind them, any other with the last of them.
         """
         kth, next_one = noisy_top_values[:, -2:].split(1, dim=1)
+        # an expert whose own value is among the K leaves that place free: the next one is what it must beat
         others = torch.where(noisy_values > next_one, next_one, kth)  # best value that must be beaten
         lead = clean_values - others
         decided = ~lead.isfinite()  # an expert or the value to beat is -inf: no noise changes that

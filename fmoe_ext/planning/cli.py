@@ -14,6 +14,7 @@ from fmoe_ext.planning.sizes import sizes_of
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Print the plan, or the times of the policies, that the command line asks for."""
+    # 1. The options of `fmoe pipeline plan` and `fmoe pipeline simulate`.
     parser = argparse.ArgumentParser(prog="fmoe pipeline")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -53,11 +54,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.command == "simulate":
         simulate.print_times(command, options)
         return
+    # 2. The plan.
     hardware = Hardware(options.gbytes_per_second * 1e9, options.tflops * 1e12, options.memory_gib * GIB)
     try:
         sizes, missing = sizes_of(options.model)
         if missing:
             print(f"not in the estimate: {', '.join(missing)}", file=sys.stderr)
+        # with checkpointing a layer keeps its input alone
         kept = options.length * sizes.d_model * options.element_bytes if options.checkpoint else 0
         layers = sizes.layers(options.length, options.element_bytes)
         found = plan(
@@ -70,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         )
     except (ValueError, OSError) as error:
         sys.exit(f"error: {reason(error)}")
+    # 3. As JSON, or as a table.
     best = found[: options.top]
     if options.json:
         facts = [{**asdict(e), "memory": e.memory, "seconds": e.seconds} for e in best]
