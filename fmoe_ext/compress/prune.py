@@ -185,7 +185,8 @@ def number_to_keep(
     if not 1 <= number <= num_experts:
         raise CheckpointError(f"the model has {num_experts} experts a layer, so {number} cannot stay")
     # A token must find its top_k experts, in a group-limited router in the groups that it chooses.
-    top_k = next((int(config[name]) for name in TOP_K if config.get(name)), 1)
+    chosen = next((config[name] for name in TOP_K if config.get(name)), 1)
+    top_k = max(chosen) if isinstance(chosen, list) else int(chosen)  # Hunyuan lists a number for each layer
     groups = int(config.get("n_group") or 1)
     if number < top_k:
         raise CheckpointError(f"a token chooses {top_k} experts, so {number} are too few")

@@ -236,7 +236,10 @@ def counted(model: Any) -> Sizes:
     of_head = 0 if head is None or head.weight is model.get_input_embeddings().weight else _size(head)
     parameters = [named for layer in layers for named in layer.named_parameters()]
     num_experts = max((p.shape[0] for n, p in parameters if _EXPERTS.search(n) and p.dim() == 3), default=1)
-    top_k = next((v for name in _CHOICES if isinstance(v := getattr(text, name, None), int) and v > 0), None)
+    # Hunyuan lists a number for each layer
+    said = [getattr(text, name, None) for name in _CHOICES]
+    numbers = [v[0] if isinstance(v, list) and len(set(v)) == 1 else v for v in said]
+    top_k = next((v for v in numbers if isinstance(v, int) and v > 0), None)
     if top_k is None and any(map(_experts_of, layers)):
         raise ValueError(
             f"{type(text).__name__} does not say how many experts a token has: {', '.join(_CHOICES)}"

@@ -228,6 +228,10 @@ def test_groups_of_the_router_keep_as_many_experts_each():
     assert best(torch.tensor([9.0, 8, 7, 1, 2, 3]), 4, groups=2) == [0, 1, 4, 5]
     config = {"num_experts_per_tok": 5, "n_group": 4, "topk_group": 2}
     assert number_to_keep(16, 0.99, None, config) == 16
+    lists = {"moe_topk": [2, 4]}  # Hunyuan's, a number for each layer
+    assert number_to_keep(16, 0.25, None, lists) == 4
+    with pytest.raises(CheckpointError, match="a token chooses 4 experts, so 3 are too few"):
+        number_to_keep(16, None, 3, lists)
     with pytest.raises(CheckpointError, match="must be a multiple of 4"):
         number_to_keep(16, None, 6, config)
     with pytest.raises(CheckpointError, match="2 a group are too few"):

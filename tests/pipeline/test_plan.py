@@ -301,6 +301,19 @@ def test_numbers_that_cannot_be(capsys, flag):
         assert f"argument {flag}: " in capsys.readouterr().err
 
 
+def test_choices_in_a_list_of_layers(tmp_path):
+    from transformers import HunYuanMoEV1Config
+
+    found = []
+    for top_k in (2, [2, 2]):
+        HunYuanMoEV1Config(
+            vocab_size=64, hidden_size=32, intermediate_size=16, num_hidden_layers=2, num_attention_heads=2,
+            num_key_value_heads=2, head_dim=16, num_experts=4, moe_topk=top_k,
+        ).save_pretrained(tmp_path)  # fmt: skip
+        found.append(sizes_of(str(tmp_path))[0])
+    assert found[0] == found[1] and found[1].top_k == 2
+
+
 def test_planner_names_unknown_options(tmp_path, capsys):
     config = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "intermediate_size": 32}
     config |= {"vocab_size": 100, "first_k_dense_replace": 3, "mlp_only_layers": [], "decoder_sparse_step": 1}
