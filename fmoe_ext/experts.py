@@ -1,4 +1,13 @@
-"""FusedExperts: the two-layer MLPs of all experts as one operator, and the layouts of their state dict."""
+"""FusedExperts: the two-layer MLPs of all experts, as one operator (ops.expert_mlp) where that is possible.
+
+FusedExperts.forward takes the first of these ways that gives the right result:
+    ops.expert_mlp       gathers, multiplies, activates and sums in one operator, which keeps only h for the backward
+    two grouped GEMMs    with any callable as the activation between them
+    the modules          htoh4 and h4toh are called, because a hook or an adapter waits for the call (must_be_called)
+
+Here are also the activations that the operators know as modules, SharedExperts (an MLP for all tokens),
+LatentProjections (narrower experts), and FastMoE's layout of a state dict, one entry an expert.
+"""
 
 import math
 import re
@@ -62,9 +71,9 @@ _gated: weakref.WeakSet["FusedExperts"] = weakref.WeakSet()
 
 
 def weights_of_two() -> list[torch.Tensor]:
-    """List the parameters of all layers in which a gate and an up matrix lie one below the other; for optimizers.
+    """List the weights of all gated layers, in which a gate and an up matrix lie one below the other; for Muon.
 
-    The layers are asked, and not the parameters marked: fully_shard and copies replace parameters by others.
+    The layers are listed, rather than the parameters marked: fully_shard and copies replace parameters by others.
     """
     weights = [getattr(experts.htoh4, "weight", None) for experts in list(_gated)]
     return [weight for weight in weights if weight is not None]
@@ -206,6 +215,7 @@ class FusedExperts(nn.Module):
             _gated.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy (deepcopy, pickle) does not pass __init__
         super().__setstate__(state)
         if is_gated(self.activation):
             _gated.add(self)
@@ -246,6 +256,7 @@ class FusedExperts(nn.Module):
         weights: of other experts of the same shape, or of a part of these, instead of self.weights;
         main_grads: theirs, instead of self.main_grads.
         """
+        # 1. The weights; or call the modules, if one must be called and its adapter is none that the operators take.
         adapters: tuple[Lora | None, Lora | None] = (None, None)
         if weights is None:
             up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
@@ -266,13 +277,15 @@ class FusedExperts(nn.Module):
         check_plain(w2)
         inp = cast_to_weight(inp, w1)
         offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
+        # 2. An activation that the operator does not know runs between two grouped GEMMs.
         if self.fused_activation is None:
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
             up_rows = adapted_gemm(rows, w1, offs, b1, adapters[0], main_grad=main_grads[0])
             hidden = self._activation(up_rows)
             rows = adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
-        if handle is None:  # every row is its own token, with K = 1
+        # 3. Everything in one operator. Without a handle every row is its own token, with K = 1.
+        if handle is None:
             row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
             row_idx = torch.where(row < offs[-1], row, -1)
             routing = row_idx, row_idx[:, None], offs
