@@ -1,11 +1,11 @@
 """One forward of a layer: begin() takes padding and other slices off its tokens, Step.end() puts them back.
 
-    moe_inp -> without padding -> this rank's slice -> [gate, experts] -> masked tokens filled -> slices joined -> padding
-               Batch.take         _Slices.cut                             mask_dict               _Slices.join     put_back
+    moe_inp -> Batch.take -> _Slices.cut -> gate, experts -> _fill_masked -> _Slices.join -> Batch.put_back
+               no padding    this rank's                     mask_dict       all slices      zeros for padding
 
-A step also knows whether activation checkpointing repeats an earlier forward (recompute.py), whose padding, choices and
-exchanges it then reuses. Gates, experts and telemetry do not get the step as an argument: they ask for the one that runs
-on their thread, by is_counted(), count_choices(), run_or_replay(). A compiled graph has no running step (is_traced).
+A step also knows whether activation checkpointing repeats an earlier forward (recompute.py), whose padding, choices
+and exchanges it then reuses. Gates, experts and telemetry do not get the step as an argument: they ask for the one that
+runs on their thread, by is_counted(), count_choices(), run_or_replay(). A compiled graph has no running step.
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ class Step:
         return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
 
     def end(self, out: Nest, topk_weights: torch.Tensor, beside: Nest, training: bool) -> Nest:
-        """Complete out [T, *]: fill in masked tokens, add what the shared experts gave, join slices, put padding back."""
+        """Complete out [T, *]: fill in masked tokens, add the shared experts' part, join slices, put padding back."""
         if self._mask is not None and self._mask_dict is not None:
             mask, mask_dict = self._mask, self._mask_dict
             out = map_structure(lambda leaf: _fill_masked(leaf, topk_weights, mask, mask_dict), out)

@@ -1,4 +1,4 @@
-"""Races on a GPU whose kernels were proved on another model of its compute capability, in a process of their own."""
+"""Race the kernels in a process of their own, on a GPU that has only the proof of another model of its capability."""
 
 import logging
 import os
@@ -12,8 +12,8 @@ import torch
 from fmoe_ext.gpu.proof import Key, cache_folder
 
 _LOG = logging.getLogger(__name__)
-_MEMORY = 12 << 30  # bytes that must be free: the largest race takes half
-_PATIENCE = 600.0  # seconds until another process may try again
+_MEMORY = 12 << 30  # bytes of the GPU that must be free: the largest race takes half
+_PATIENCE = 600.0  # seconds after which another process may try again, for races that were ended half-way
 
 
 def race(device: int, key: Key) -> None:
@@ -33,11 +33,13 @@ def race(device: int, key: Key) -> None:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
+    threading.Thread(
+        target=process.wait, daemon=True
+    ).start()  # without a wait() the ended process stays a zombie
 
 
 def _is_first(key: Key) -> bool:
-    """False if another process started the races, or the folder cannot be written."""
+    """Return False if another process has started the races, or the folder cannot be written."""
     mark = cache_folder() / f"{key.name()}.racing"
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)
