@@ -33,9 +33,8 @@ def race(device: int, key: Key) -> None:
     process = subprocess.Popen(
         command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
-    threading.Thread(
-        target=process.wait, daemon=True
-    ).start()  # without a wait() the ended process stays a zombie
+    # without a wait() the ended process stays a zombie
+    threading.Thread(target=process.wait, daemon=True).start()
 
 
 def _is_first(key: Key) -> bool:

@@ -88,9 +88,8 @@ class Inputs:
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
         """Draw the inputs of a case."""
-        generator = torch.Generator(device).manual_seed(
-            seed
-        )  # on the device: a CPU takes seconds for large weights
+        # on the device: a CPU takes seconds for the largest weights
+        generator = torch.Generator(device).manual_seed(seed)
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
         if case.spread == "even":

@@ -169,9 +169,8 @@ class Selection:
         """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
         self.is_prepared = True
         if _env.get("FMOE_GPU_KERNELS") in _NEED_PROOF:
-            switch_on(
-                ()
-            )  # to look for a proof asks the driver, which must not happen before the program's first use
+            # no look for a proof yet: key_of() would start CUDA, which an import must not
+            switch_on(())
         else:
             self._use(0)
 
