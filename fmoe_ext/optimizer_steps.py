@@ -65,9 +65,8 @@ class AfterOptimizerStep:
 
     def __init__(self, module: _ActsAfterSteps) -> None:
         self._module = weakref.ref(module)
-        self._stepping: weakref.ref[Optimizer] | None = (
-            None  # the outermost one that steps a parameter of module
-        )
+        # the outermost one that is inside step() and has a parameter of module
+        self._stepping: weakref.ref[Optimizer] | None = None
 
     def before(self, optimizer: Optimizer) -> None:
         module = self._module()
@@ -98,7 +97,7 @@ def _is_running(optimizer: Optimizer | None) -> bool:
 
 
 def _makes_state_only(optimizer: Optimizer) -> bool:
-    """Return whether torch.distributed.checkpoint makes the state that it fills, by a step with rate and gradients 0."""
+    """Return whether torch.distributed.checkpoint makes state to fill, by a step with rate 0 and gradients of 0."""
     if optimizer.state or any(float(group.get("lr", 1)) for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
