@@ -24,14 +24,20 @@ def race(device: int, key: Key) -> None:
     if torch.cuda.mem_get_info(device)[0] < _MEMORY or not _is_first(key):
         return
     command = [sys.executable, "-m", "fmoe_ext.gpu", "prove", "--missing", "--device", str(device)]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    except (
+        OSError
+    ) as error:  # no memory, no room for a process: not worth an error in the middle of a forward
+        _LOG.warning("the races of %s could not be started: %s", key.gpu, error)
+        return
     _LOG.warning(
         "%s has no races of its own yet: `python %s` runs in the background for about a minute and decides for "
         "later processes",
         key.gpu,
         " ".join(command[1:]),
-    )
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
     )
     # without a wait() the ended process stays a zombie
     threading.Thread(target=process.wait, daemon=True).start()

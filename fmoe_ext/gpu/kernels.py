@@ -160,7 +160,8 @@ class Selection:
         self.key_of = key_of
         self.race = race  # starts the races of a device that takes another model's proof
         self.is_prepared = False
-        self._choices: dict[int, Choice] = {}
+        self._lock = threading.Lock()  # held while a choice is made
+        self._choices: dict[int, Choice] = {}  # by device, once the choice is in force
         # registrations, which end when these are collected
         self._torch: torch.library.Library | None = None
         self._products: torch.library.Library | None = None
@@ -185,18 +186,24 @@ class Selection:
     def _use(self, device: int) -> None:
         if device in self._choices:
             return
-        mode = _env.get("FMOE_GPU_KERNELS")
-        key = self.key_of(device) if mode in _NEED_PROOF else None
-        proof = gpu_proof.load(key, sources()) if key else None
-        choice = self._choices[device] = choose(mode, names(), proof, device)
-        choices = self._choices.values()
-        switch_on(name for name in names() if all(name in other.kernels for other in choices))
-        if choice.torch and self._torch is None:
-            self._torch = torch_path.install(self.device_type.upper())
-        wins = frozenset.intersection(*(other.torch_wins for other in choices))
-        if wins and self._products is None:
-            self._products = torch_path.install_products(self.device_type.upper())
-        let_torch_compute(wins)
+        with self._lock:
+            # another thread has made it meanwhile, as where DataParallel runs a thread for each device
+            if device in self._choices:
+                return
+            mode = _env.get("FMOE_GPU_KERNELS")
+            key = self.key_of(device) if mode in _NEED_PROOF else None
+            proof = gpu_proof.load(key, sources()) if key else None
+            choice = choose(mode, names(), proof, device)
+            choices = [*self._choices.values(), choice]
+            switch_on(name for name in names() if all(name in other.kernels for other in choices))
+            if choice.torch and self._torch is None:
+                self._torch = torch_path.install(self.device_type.upper())
+            wins = frozenset.intersection(*(other.torch_wins for other in choices))
+            if wins and self._products is None:
+                self._products = torch_path.install_products(self.device_type.upper())
+            let_torch_compute(wins)
+            # last: from here on products of this device are computed without the lock
+            self._choices[device] = choice
         if choice.warning:
             warnings.warn(choice.warning, stacklevel=5)
         if key and proof and proof.is_of_another:
