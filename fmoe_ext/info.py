@@ -35,6 +35,7 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
 
 def _facts() -> list[tuple[str, str]]:
     """List (what, value) of this installation and machine."""
+    # without the CUDA module no kernels were chosen for devices
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
     refused = refused_cpu_isa()  # an instruction set that the system keeps from this process
     devices = [("CUDA devices", "none")]
@@ -208,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error("--cmake is of this installation: leave the model out")
         try:
             found = of_model(options.model, options.memory, options.length, options.batch, options.tflops)
-        except (RuntimeError, ValueError, OSError, ImportError) as error:  # CheckpointError is the first
+        except (RuntimeError, ValueError, OSError, ImportError) as error:  # CheckpointError is a RuntimeError
             sys.exit(f"error: {reason(error)}")
         print(as_json(found) if options.json else _as_text(found))
         return
@@ -216,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts: dict[str, Any] = {}
         for name, value in _facts():
             key = name.strip()
+            # a device has several lines of one name
             facts[key] = f"{facts[key]}; {value}" if key in facts else value
         facts["environment"] = {
             v.name: {"value": _env.text(v.name), "default": v.default, "meaning": v.meaning}

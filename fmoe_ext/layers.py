@@ -111,6 +111,7 @@ class FMoE(SpreadLayer):
         renormalize: bool = False,
         **options: Unpack[LayerOptions],
     ):
+        # 1. The layout: fields of `parallel` that are given as keywords, FastMoE's way.
         if mp_group is not None:
             warnings.warn(
                 "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
@@ -125,6 +126,7 @@ class FMoE(SpreadLayer):
         layout = ParallelLayout.of(parallel, **given)
         check_sizes(top_k=top_k)
         super().__init__()
+        # 2. How many experts there are, and where they live.
         self.world_size = layout.num_ranks
         self.num_local_experts = _local_experts(num_expert, num_experts, layout.num_ranks, expert)
         self.num_experts = self.num_local_experts * self.world_size
@@ -141,17 +143,21 @@ class FMoE(SpreadLayer):
                     f"world_size is {layout.num_ranks}, but moe_group has {self.expert_parallel.size} ranks"
                 )
         slices = layout.slice_group
+        # one rank shares its rows with nobody
         self._slices = None if slices is None or slices.size() == 1 else SliceGroup(slices)
         self.top_k = top_k
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
         self.renormalize = renormalize
+        # 3. The gate and the experts, made on the device: in a block, since makers of users take no device.
         with contextlib.nullcontext() if device is None else torch.device(device):
             self.gate = _cast(_make_gate(self, gate, gate_bias), device, dtype)
             if self.expert_parallel is not None or layout.gate_group is not None:
                 self.share_gate(layout.gate_group)
+            # without expert= a subclass sets self.experts, one module for all
             self.experts_fused = expert is None
             self.experts = None if expert is None else _cast(_make_experts(self, expert), device, dtype)
-        self.shared_experts = None  # what every token passes besides
+        # 4. What FMoETransformerMLP, tags, checkpoints and repeated forwards set later.
+        self.shared_experts = None  # an MLP that every token passes besides
         self.latent = None  # projections around narrower experts
         self._expert_dp_comm = None
         self._forwards = Forwards()

@@ -134,12 +134,13 @@ def limits(proc: str | Path = "/proc") -> list[_Limit]:
         return []
     sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     total = sizes["MemTotal"]
-    available = sizes.get("MemAvailable", sizes["MemFree"])
+    available = sizes.get("MemAvailable", sizes["MemFree"])  # MemAvailable: since Linux 3.14
     found = [_Limit(proc / "meminfo", total, total - available)]
     for kind, folder in _groups(proc):
         names, usage, reclaimable = GROUPS[kind]
         for name in names:
             limit, used = _number(folder / name), _number(folder / usage)
+            # version 1 says a huge number for "no limit"
             if limit is not None and used is not None and limit < total:
                 # pages of files do not count as used
                 try:

@@ -103,6 +103,7 @@ class FMoETransformerMLP(FMoE):
         counts: dict[str, Any] = {"num_expert": num_expert, "num_experts": num_experts}
         super().__init__(d_model=d_model, top_k=top_k, gate=gate, parallel=parallel, **counts, **options)
         self.d_hidden = d_hidden
+        # gate and shared experts keep d_model, the experts get latent_size
         if latent_size is not None:
             check_sizes(latent_size=latent_size)
             if self.mask is not None:
@@ -127,6 +128,7 @@ class FMoETransformerMLP(FMoE):
             raise ValueError(
                 "shared_expert_gate=True needs shared_expert_hidden, the width of the shared experts"
             )
+        # last: it tags all parameters that are there
         self.mark_parallel_comm(expert_dp_comm)
 
     def forward(

@@ -218,7 +218,7 @@ class DistributedGroupedDataParallel(nn.Module):
         super().__init__()
         if expert_grads not in ("mean", "sum"):
             raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
-        # Tags are read from here on: tag first what layers got after they were made, as adapters.
+        # 1. Tag first what layers got after they were made, as adapters: from here on tags are read.
         for name, child in module.named_modules():
             if isinstance(child, FMoE):
                 child.tag_new_parameters()
@@ -228,6 +228,7 @@ class DistributedGroupedDataParallel(nn.Module):
                     f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
                     "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
                 )
+        # 2. Groups, buckets and hooks.
         self.module = module
         self.auto_allreduce = auto_allreduce
         self.broadcast_buffers = broadcast_buffers
@@ -244,7 +245,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
         weakref.finalize(self, _remove_all, self._hooks)  # the module inside may outlive its wrapper
-        # All ranks of a group must have the same parameters, and in one order, or a broadcast or reduction would hang.
+        # 3. All ranks of a group must have the same parameters, in one order, or a broadcast or reduction would hang.
         for tag, group in self.groups.items():
             check_same(
                 f"parameters tagged {tag!r}",
@@ -255,14 +256,14 @@ class DistributedGroupedDataParallel(nn.Module):
                 ],
                 group,
             )
-        # All copies begin with the values of the group's first rank.
+        # 4. All copies begin with the values of the group's first rank.
         if need_sync:
             for tag, group in self.groups.items():
                 copies = [p for p in module.parameters() if tag_of(p) == tag and not is_dtensor(p)]
                 self._broadcast([p.detach() for p in copies], group)
             self._broadcast(list(module.buffers()), self.groups["dp"])
 
-        # A state dict of the module inside, whose keys lack "module.", loads too.
+        # 5. A state dict of the module inside, whose keys lack "module.", loads too.
         def accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
             own = [key for key in state_dict if key.startswith(prefix)]
             if not any(key.startswith(f"{prefix}module.") for key in own):
@@ -276,6 +277,7 @@ class DistributedGroupedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.training and not self._accumulates:
             self._broadcast(list(self.module.buffers()), self.groups["dp"])
+        # buckets and hooks must be those of this forward's tags before its backward
         if self._tags.have_changed():
             self._retag()
         if self.training:
@@ -342,8 +344,8 @@ class DistributedGroupedDataParallel(nn.Module):
         """Make buckets and hooks for the tags that the parameters have now."""
         self._tags = _Tags(self.module, self.groups, self._sharded)
         self.tagged = self._tags.params
+        # 1. Buckets. "none" last: its buckets reduce nothing, and those before need not wait for its gradients.
         self._buckets: list[_Bucket] = []
-        # "none" last: its buckets reduce nothing, and those before need not wait for its gradients
         for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none"):
             # the last bucket of each dtype, and its bytes
             filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
@@ -357,8 +359,10 @@ class DistributedGroupedDataParallel(nn.Module):
                 bucket.append(p)
                 filling[p.dtype] = bucket, size + num_bytes
             self._buckets += [_Bucket(bucket, self.groups.get(tag)) for bucket in lists]
+        # 2. Hooks that scale gradients.
         if self._expert_grads == "mean":
             self._hooks += self._tags.scale(self._factor)
+        # 3. Hooks that count gradients down and start buckets; what stays is reduced before an optimizer steps.
         if not self.auto_allreduce:
             return
         this = weakref.ref(self)  # else the hooks of the parameters would keep the wrapper alive

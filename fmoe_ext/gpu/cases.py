@@ -92,6 +92,7 @@ class Inputs:
         generator = torch.Generator(device).manual_seed(seed)
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
+        # 1. The choices, and where they lie in the rows.
         if case.spread == "even":
             topk_idx = torch.arange(T * K, device="cpu").view(T, K) % E  # -1 is a dropped choice
         elif case.spread in ("one", "none"):
@@ -102,6 +103,7 @@ class Inputs:
             topk_idx[topk_idx == 1] = -1  # expert 1 has no rows
         index = ops.sort_tokens_ref(topk_idx, E)
 
+        # 2. Values, scaled so that every result is of about the size of x.
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
 
@@ -176,17 +178,19 @@ def results(
     frozen_mlp: Callable[..., torch.Tensor] = frozen_mlp,
 ) -> Results:
     """Compute every result and gradient of expert_mlp, grouped_gemm and frozen_mlp, by name."""
+    # expert_mlp, with the gradients of all its arguments
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, expert_mlp)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
     found = {"expert_mlp": y.detach(), **{f"expert_mlp d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+    # grouped_gemm
     leaves = inputs.leaves("rows", "w1", "b1")
     y = grouped_gemm(leaves["rows"], leaves["w1"], inputs.offs, leaves.get("b1"))
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad_rows)
     found["grouped_gemm"] = y.detach()
     found |= {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
     if inputs.w1_data is not None and inputs.w2_data is not None:
-        # MXFP4 as GPT-OSS has it: gate and up rows of a gated activation take turns
+        # frozen_mlp, in MXFP4 as GPT-OSS has it: gate and up rows of a gated activation take turns
         blocks1, blocks2 = (d.unflatten(2, (-1, MX_BLOCK // 2)) for d in (inputs.w1_data, inputs.w2_data))
         gated = case.activation in GATED_ACTIVATIONS
         w1 = Quantized("mxfp4", blocks1, inputs.w1_scale, interleaved=gated)

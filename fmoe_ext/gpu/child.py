@@ -63,11 +63,13 @@ def serve(
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+    # 1. Start CUDA.
     try:
         key = target.connect()
     except Unavailable as error:
         connection.send(NotAvailable(str(error)))
         return
+    # 2. Say which kernels there are, and which need no check.
     kernels, sources = gpu_kernels.names(), gpu_kernels.sources()
     proof = load(key, sources) if missing else None
     # a proof of the compute capability says which kernels are right, not which are fast
@@ -77,6 +79,7 @@ def serve(
         if v.state != "untested"
     }
     connection.send(Ready(key, taken_with(), sources, known))
+    # 3. Check the others, the portable kernels first, and race those that are right.
     work = Work(connection, target, {**known, **judged})
     judged = dict(work.judged)
     done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])

@@ -106,7 +106,8 @@ class _Prover:
         self.races.clear()
         self.torch_wins.clear()
         self.say(f"starting CUDA device {self.target.index} in a process of its own")
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        # spawn: CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (theirs, self.target, self.judged, self.racing, self.missing)
         handle = context.Process(target=serve, args=arguments, daemon=True)

@@ -71,18 +71,22 @@ def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     A backward is timed alone: its forward runs here, once, and its graph is kept. Of one product's inputs only the one
     whose gradient is timed is a leaf, so that no other product runs.
     """
+    # all gradients of expert_mlp
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, ops.expert_mlp)
+    # one gradient of grouped_gemm each: of the rows, of the weight, of the weight into a main gradient
     rows, weight = inputs.leaves("rows", "w1").values()
     summed = torch.nn.Parameter(inputs.w1)
     summed.main_grad = torch.zeros_like(summed, dtype=torch.float32)  # type: ignore[attr-defined]
     of_rows = ops.grouped_gemm(rows, inputs.w1, inputs.offs)
     of_weight = ops.grouped_gemm(inputs.rows, weight, inputs.offs)
     into_main = ops.grouped_gemm(inputs.rows, summed, inputs.offs, main_grad=ops.MainGrad(summed))
+    # the gradient of topk_weights needs grad_hidden, and no other product
     factors = inputs.leaves("topk_weights")
     constants = {name: t.detach() for name, t in leaves.items()}
     of_hidden = mlp(case, inputs, constants | factors, ops.expert_mlp)
 
+    # each graph is kept, to be differentiated many times
     def gradient(of: torch.Tensor, grad: torch.Tensor, *wanted: torch.Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(of, wanted, grad, retain_graph=True)
 
@@ -94,7 +98,7 @@ def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     def multiply() -> object:
         return ops.grouped_gemm(inputs.rows, inputs.w1, inputs.offs)
 
-    calls = (
+    calls = (  # in the order of OPERATIONS
         multiply,
         gradient(of_rows, inputs.grad_rows, rows),
         gradient(of_weight, inputs.grad_rows, weight),

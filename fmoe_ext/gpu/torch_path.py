@@ -365,6 +365,7 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
         if main is not None:
             _check_main_grad(main, weight, f"main_d{name}", name)
     groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
+    # dw2 takes the weights of the choices from scaled_a, db2 from factors
     grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
     factors = None if a.topk_weights is None else choices.factors(a.topk_weights, _compute_dtype(a.x))
     computed = (
@@ -411,6 +412,7 @@ def _check_expert_mlp(a: ExpertMlp | ExpertMlpBackward | ExpertMlpBackwardWeight
         raise RuntimeError(
             f"activation must be in [0, {len(KINDS)}), a place in ops.ACTIVATIONS, but got {a.activation}"
         )
+    # the sizes T, K, E, D and H follow from x, inverse and w2, with which the others are compared
     gated = KINDS[a.activation].gated
     x, w1, w2 = a.x, a.w1, a.w2
     _check_float(x, "x")
@@ -441,6 +443,7 @@ def _check_expert_mlp(a: ExpertMlp | ExpertMlpBackward | ExpertMlpBackwardWeight
         _check_shape(a.topk_weights, "topk_weights", "[T, K]", T, K)
     if isinstance(a, ExpertMlp):
         return
+    # of a backward
     _check_needs(a.needs, "dx, dw1, db1, dw2, db2, dtopk_weights")
     if a.needs[5] and a.topk_weights is None:
         raise RuntimeError("needs asks for the gradient of topk_weights, which is None")

@@ -242,6 +242,7 @@ def register_fake(
     def register(kernel: Kernel) -> Kernel:
         names = list(inspect.signature(kernel).parameters) if arguments is None else arguments._fields
 
+        # torch passes arguments by place or by name; the checks need the names
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}

@@ -276,7 +276,7 @@ def _grouped_gemm_transposed(
             f"{list(weight.shape)}"
         )
     refuse_tangents("grouped_gemm", x, weight)
-    if debug.wanted(x):
+    if debug.wanted(x):  # the operator that checks the indices knows no transposed weight
         usual = weight.mT
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x, usual, offs, cut=(x, usual))
     if worthwhile((x,), (weight,)):
@@ -290,5 +290,6 @@ def _grouped_gemm_transposed(
             f"bias must have the dtype of x, {x.dtype}, and shape [E, N] = {[weight.shape[0], weight.shape[2]]}, "
             f"but got {bias.dtype}, {list(bias.shape)}"
         )
+    # a product of no columns gives each row its expert's bias alone, zero in the padding, with the exact gradient
     no_columns = x.new_empty((x.shape[0], 0)), weight.new_empty((*bias.shape, 0))
-    return y + grouped_gemm(*no_columns, offs, bias)  # the bias of each row alone, with its exact gradient
+    return y + grouped_gemm(*no_columns, offs, bias)

@@ -271,9 +271,10 @@ class _TopkGateOfLinear(torch.autograd.Function):
         ctx: Any, _: None, grad_weights: torch.Tensor | None, __: None, grad_loss: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
+        if torch.is_grad_enabled():  # create_graph: the graph of the gradients goes through the logits
             logits = F.linear(x, weight, bias)
-        grad = None  # of the logits, [T, E]
+        # the gradient of the logits [T, E], from the weights and from the loss; then through the linear layer
+        grad = None
         if grad_weights is not None:
             options = (0, ctx.normalize, 1.0)
             grad = call(
