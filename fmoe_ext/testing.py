@@ -1,14 +1,6 @@
 """Test layers, also your own: assert_close() against a float64 truth, run_distributed() on gloo processes.
 
-run_distributed() and DistributedPool:
-
-    this process            the fork server                         a rank (_serve)
-    _start() -------------> has imported torch once; forks -------> says "ready", waits for a job
-    run(): send (rank, fn, args, ...) --------------------------->  process group, fn(*args), barrier
-    _collect() <------------------------------------------------  (True, result) or (False, traceback)
-
-Whatever fails, every rank's text is in the error, and no process is left: a rank is the leader of a process group of
-the system, which is killed with all that the rank has started, and it ends with its parent.
+Whatever fails on a rank, the error has the text of every rank, and no process is left.
 """
 
 import contextlib
@@ -170,6 +162,12 @@ class DistributedPool:
             self._folder.cleanup()
 
 
+# How a run goes:
+#   this process      the fork server                      a rank
+#   _start() -------> has imported torch; forks ---------> _serve(): says "ready", waits for a job
+#   run() -----------------(rank, fn, args, ...)---------> a fresh process group, fn(*args), a barrier
+#   _collect() <-----------(True, result) or (False, traceback)
+# A rank ends with its parent (_end_with_parent), and takes along all that it has started.
 @dataclass(frozen=True)
 class _Process:
     """A process of a pool, the leader of a process group, so that those which it started can be ended with it."""

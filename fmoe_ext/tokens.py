@@ -3,12 +3,8 @@
     with valid_tokens(attention_mask), packed_sequences(cu_seqlens), token_ids(input_ids):
         loss = model(batch)
 
-A block adds its facts to the current Batch, which a layer reads when its forward begins. The facts are kept twice:
-    _batch   a context variable: each thread (and async task) has its own
-    _open    a plain object, for compiled graphs, which cannot read context variables: the block that was entered last
-             on any thread. A graph checks when it runs that this was its own thread (_of_this_thread).
-
-Here are also nests, lists, tuples and dicts of tensors, that gates and experts of users may take instead of a tensor.
+A block adds its facts to the current Batch, which a layer reads when its forward begins. Here are also
+nests: lists, tuples and dicts of tensors, which gates and experts of users may take instead of a tensor.
 """
 
 from __future__ import annotations
@@ -139,7 +135,11 @@ class _PutBack(torch.autograd.Function):
         return _put_rows(tangent, ctx.rows, ctx.num_tokens)
 
 
-# B039 is about mutable defaults, and a Batch is frozen
+# The facts of the blocks are kept twice:
+#   _batch   a context variable: each thread (and async task) has its own
+#   _open    a plain object, for compiled graphs, which cannot read context variables: the block that was entered last
+#            on any thread. A graph checks when it runs that this was its own thread (_of_this_thread).
+# B039 is about mutable defaults, and a Batch is frozen.
 _batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039
 
 
