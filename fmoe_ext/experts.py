@@ -67,6 +67,7 @@ def is_gated(activation: Any) -> bool:
     )
 
 
+# weak, so that the list keeps no layer alive
 _gated: weakref.WeakSet["FusedExperts"] = weakref.WeakSet()
 
 
@@ -156,6 +157,7 @@ class SoftcappedSwiGLU(nn.Module):
         self.gate_softcap, self.up_softcap = gate_softcap, up_softcap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # in float32 or wider, and rounded once
         gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         bounded = (gate / self.gate_softcap).tanh() * self.gate_softcap * gate.sigmoid()
         return (bounded * (up / self.up_softcap).tanh() * self.up_softcap).to(x.dtype)
@@ -304,6 +306,7 @@ class FusedExperts(nn.Module):
         if name is not None:
             return ops.ACTIVATIONS[name](hidden)
         assert callable(activation)
+        # types, not isinstance: a subclass may compute something else
         if type(activation) is ClampedSwiGLU:
             return ops.clamped_glu(hidden, activation.alpha, activation.limit, 1.0)
         if type(activation) is GatedActivation and activation_name(activation.activation) == "silu":
@@ -389,6 +392,7 @@ def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, to
     `experts.htoh4.weight` [E, H, D] becomes `experts.<e>.htoh4.weight` [1, H, D], biases and h4toh likewise;
     other entries are kept. What is split is copied.
     """
+    # only below a module named "experts", as FastMoE's layers have it
     fused = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<name>(?:htoh4|h4toh)\.(?:weight|bias))")
     split = {}
     for key, value in state_dict.items():
@@ -403,6 +407,7 @@ def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, to
 
 def _fuse_per_expert_layout(module: FusedExperts, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias"):
+        # [1, H, D] each, in the order of the experts
         keys = [f"{prefix}{e}.{name}" for e in range(module.num_experts)]
         if all(key in state_dict for key in keys):
             state_dict[prefix + name] = torch.cat([state_dict.pop(key) for key in keys])

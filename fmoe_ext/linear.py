@@ -82,6 +82,7 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             f"tokens are torch.float64, but the weights of their experts {weight.dtype}: give them "
             f"layer.double(), or tokens x.to({weight.dtype})"
         )
+    # nn.Linear refuses such tokens: say once what happens here
     pair = inp.dtype, weight.dtype
     if inp.dtype == weight.dtype:
         return inp
@@ -340,6 +341,6 @@ class WideLinear(NotesHooks, nn.Linear):
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
         # a quantized subclass (torchao) does not multiply in other dtypes
-        is_quantized = type(self.weight).dequantize is not torch.Tensor.dequantize
+        is_quantized = type(self.weight).dequantize is not torch.Tensor.dequantize  # a class with its own
         out = wide_linear(rows, self.weight.dequantize() if is_quantized else self.weight, self.bias)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1])

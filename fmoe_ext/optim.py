@@ -123,6 +123,7 @@ class Muon(Optimizer):
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
+        # of a DTensor this rank's shard, which has whole matrices (_check): nothing needs the other ranks
         tensors: Any = param, param.grad, state["momentum_buffer"]
         weight, grad, buffer = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
         buffer.lerp_(grad, 1 - group["momentum"])

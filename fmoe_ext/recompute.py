@@ -147,6 +147,7 @@ class Forwards:
         with self._lock:
             alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
             same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
+        # this thread's own first; then all, as a thread of autograd has none
         thread = current_thread()
         own = [forward for forward in same if forward.thread == thread]
         found = _nearest(first, own) if own else None

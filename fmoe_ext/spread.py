@@ -166,6 +166,7 @@ def tag_adapters(module: Any) -> None:
             f"{type(module).__name__} has adapters of experts that are spread over ranks, and save_pretrained() would "
             "write those of one rank: call fmoe_ext.lora.fuse(model) before wrapping it"
         )
+    # the tag of the experts themselves
     comm = next((p.dp_comm for p in experts.parameters() if hasattr(p, "dp_comm")), "none")
     mark_module_parallel_comm(module, comm, only_untagged=True)
 

@@ -143,6 +143,7 @@ class Step:
 
         A rank without tokens cannot find its original, and exchanges again. If the group has one, so do all others.
         """
+        # in the repetition every rank replays; where one could not, all exchange once more, to agree on its counts
         counts = self.run_or_replay(exchange)
         lost = self.forward is not None and self.is_repeated and group in self.forward.groups_with_empty_rank
         return exchange() if lost else counts
@@ -165,6 +166,7 @@ class Step:
         self._counts.append((topk_idx, counts))
 
 
+# a context variable: threads that run one layer at the same time have a step each
 _running: ContextVar[Step | None] = ContextVar("the forward that runs", default=None)
 
 
@@ -348,6 +350,7 @@ def _fill_masked(
     out: torch.Tensor, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
 ) -> torch.Tensor:
     """Fill out [T, *] where mask (T entries) is a key of mask_dict: with its value (scalar, [*], [K, *]), weighted."""
+    # a filling counts as the result of each of the token's K choices, so that it is weighted as they are
     of_rows = _of_rows(mask, out)
     for value, filling in mask_dict.items():
         filling = torch.as_tensor(filling, dtype=topk_weights.dtype, device=out.device)

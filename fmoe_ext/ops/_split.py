@@ -94,6 +94,7 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
     may_be_split = may_be_split and not is_selective()
     if not (may_be_split or product.once_differentiable):
         return _Whole.apply(product, len(inputs), *inputs, *weights)
+    # _Inputs before _Weights: of two nodes that are ready, the engine runs the younger first
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
     # _Weights computes y, but its node must not lead to the inputs: _Inputs does

@@ -51,6 +51,7 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
                 f"counts must have shape [E] with size {logits.shape[1]}, but got shape {list(counts.shape)}"
             )
         return balance_loss_ref(logits, counts, score)
+    # the operator alone, torch.func's form, or our node, which takes half of the host time (_autograd.py)
     number = SCORES.index(score)
     loss: torch.Tensor
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):

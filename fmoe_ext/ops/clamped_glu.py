@@ -1,4 +1,9 @@
-"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way."""
+"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way.
+
+    gate = min(gate, limit); up = min(max(up, -limit), limit); result = gate * sigmoid(alpha * gate) * (up + offset)
+
+In PyTorch these are several operators, each of which writes a tensor [..., H], and some of which keep one.
+"""
 
 import math
 from typing import Any

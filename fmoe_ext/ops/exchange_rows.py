@@ -121,9 +121,11 @@ def columns_of_rows_ref(
     """Compute columns_of_rows in plain PyTorch: its oracle."""
     counts = counts[:, first:end]
     num_ranks, num_columns = counts.shape
+    # with output_size the host need not wait for the counts of a GPU
     if max_rows == 0:
         column = torch.arange(num_columns, dtype=torch.int32, device=counts.device).repeat(num_ranks)
         return column.repeat_interleave(counts.flatten(), output_size=num_rows).unsqueeze(1)
+    # each place of a rank's part lies in the column whose rows end behind it
     place = torch.arange(max_rows, device=counts.device).expand(num_ranks, -1).contiguous()
     column = torch.searchsorted(counts.cumsum(1), place, right=True)
     return torch.where(column < num_columns, column, -1).to(torch.int32).view(-1, 1)
@@ -143,6 +145,7 @@ def token_ways(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor
 def token_ways_ref(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute token_ways in plain PyTorch: its oracle."""
     way_TK = torch.where(topk_idx < 0, -1, ways[topk_idx.clamp(min=0).long()])
+    # tril(-1): only earlier choices of the same token count
     repeats_TK = (way_TK.unsqueeze(2) == way_TK.unsqueeze(1)).tril(-1).any(2)  # of [T, K, K] pairs
     return way_TK, torch.where(repeats_TK, -1, way_TK)
 

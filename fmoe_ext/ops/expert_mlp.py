@@ -88,6 +88,7 @@ def expert_mlp(
             number, combine, False,
             cut=(x, w1, w2),
         )  # fmt: skip
+    # the operator keeps h only if a backward may come
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     weights_learn = learns(weights)
     save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
@@ -127,7 +128,7 @@ def expert_mlp_ref(
     T, K = inverse.shape
     rows_of_experts, begin = [], 0  # of each expert, [its rows, D]
     for e, end in enumerate(offs.tolist()):
-        choices = row_idx[begin:end].long()
+        choices = row_idx[begin:end].long()  # t * K + k of each row
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
         if topk_weights is not None:
@@ -137,6 +138,7 @@ def expert_mlp_ref(
     y = torch.cat([*rows_of_experts, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
+    # [T, K, D], zero for dropped choices, summed over K
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
@@ -203,14 +205,16 @@ def _new_gradients(
     )
 
 
-PLACES = (0, 4, 5, 6, 7, 8)  # x, w1, b1, w2, b2, topk_weights among the arguments
+# of x, w1, b1, w2, b2, topk_weights among the arguments of the operator: what has a gradient
+PLACES = (0, 4, 5, 6, 7, 8)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, row_idx, inverse, offs, w1, _, w2, b2, topk_weights, activation, combine, save_h = inputs
     h = output[1]
     ctx.mark_non_differentiable(h)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # no zeros for the gradient of h, which nobody has
+    # in the order of expert_mlp_backward's arguments
     ctx.save_for_backward(x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h)
     ctx.activation, ctx.combine, ctx.save_h = activation, combine, save_h
 
@@ -261,7 +265,7 @@ class _ExpertMlp:
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
-        # with a main gradient, which has the dtype of the parameter: cast here, where autograd does not see it
+        # with main gradients the node takes the parameters themselves, so that autograd must not see this cast
         if self.once_differentiable:
             w1, w2 = cast_for_autocast(w1, w2)
         arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)

@@ -173,7 +173,7 @@ class _GroupedGemm:
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         (x, offs), (weight, bias) = inputs, weights
-        # with a main gradient, which has the dtype of the parameter: cast here, where autograd does not see it
+        # with a main gradient the node takes the parameter itself, so that autograd must not see this cast
         if self.main_grad is not None:
             assert weight is not None
             (weight,) = cast_for_autocast(weight)

@@ -142,14 +142,19 @@ def _unpermute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _unpermute_backward_backward(
     ctx: Any, grad_grad_y: torch.Tensor, grad_grad_weights: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Differentiate by the same operators: unpermute is linear in y and in the weights."""
+    """Differentiate by the same operators: unpermute is linear in y and in the weights.
+
+    The first backward gave grad_y = weights * grad_out and grad_weights = <grad_out, y>, row by row.
+    """
     grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
+    # through grad_y: of grad_out, then of the weights
     grad_grad_out = call("fmoe_ext::unpermute", grad_grad_y, row_idx, inverse, topk_weights)
     grad_y = grad_topk_weights = None
     if topk_weights is not None:
         _, grad_topk_weights = call(
             "fmoe_ext::unpermute_backward", grad_out, grad_grad_y, row_idx, inverse, topk_weights
         )
+    # through grad_weights: of grad_out, and of y
     if y is not None:
         grad_grad_out = grad_grad_out + call("fmoe_ext::unpermute", y, row_idx, inverse, grad_grad_weights)
         grad_y, _ = call("fmoe_ext::unpermute_backward", grad_out, None, row_idx, inverse, grad_grad_weights)
