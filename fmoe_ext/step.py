@@ -66,25 +66,18 @@ class Step:
         self.forward = forward  # what a repetition reuses; None if nothing can repeat this forward
         self.is_repeated = is_repeated  # this forward is the repetition
         self.is_counted = is_counted  # its choices count for loads and biases
-        self.selected: torch.Tensor | None = (
-            None  # the gate's choices before capacity dropped any, if it notes them
-        )
+        # the gate's choices before capacity dropped any, if it notes them
+        self.selected: torch.Tensor | None = None
         self.is_traced = is_traced  # part of a compiled graph
         self.is_selective = False  # inside a selective checkpoint, which names operators
-        self.before_exchange: list[
-            torch.Tensor
-        ] = []  # of a graph: results that the exchange of tokens must wait for
+        self.before_exchange: list[torch.Tensor] = []  # of a graph: what the exchange has to wait for
         self._forwards: Forwards | None = None  # where to keep this forward for its repetition
         self._slices: _Slices | None = None
         self._mask: torch.Tensor | None = None  # FMoE's mask of the tokens in x
         self._mask_dict: Mapping[int, Any] | None = None
         self._block: Any = None  # batch_is() while the gate runs
-        self._outer: Token[Step | None] | None = (
-            None  # to reset _running by: the step of a layer around this one
-        )
-        self._counts: list[
-            tuple[torch.Tensor, torch.Tensor]
-        ] = []  # (choices [T, K], counts of each expert [E])
+        self._outer: Token[Step | None] | None = None  # to reset _running to the step of a layer around this
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (choices [T, K], of each expert [E])
 
     @property
     def first(self) -> torch.Tensor:

@@ -97,9 +97,8 @@ class _Bucket:
         for i, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
             if p.grad is not None:
                 p.grad.copy_(grad.view_as(p))
-            elif (
-                present[i] != 0
-            ):  # another rank had a gradient; read from the device only where ours is absent
+            # another rank had a gradient; this waits for the device, so that it is asked only where ours is absent
+            elif present[i] != 0:
                 p.grad = grad.view_as(p).to(p.dtype, copy=True)
         self._flat = self._work = None
 

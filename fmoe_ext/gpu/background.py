@@ -28,9 +28,7 @@ def race(device: int, key: Key) -> None:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
-    except (
-        OSError
-    ) as error:  # no memory, no room for a process: not worth an error in the middle of a forward
+    except OSError as error:  # no memory, no room for a process: no reason to end a forward
         _LOG.warning("the races of %s could not be started: %s", key.gpu, error)
         return
     _LOG.warning(

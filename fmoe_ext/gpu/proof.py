@@ -104,9 +104,8 @@ class Proof:
     verdicts: Mapping[str, Verdict]  # by kernel, the portable ones among them
     races: tuple[Race, ...] = field(default=())
     torch_wins: tuple[TorchWin, ...] = field(default=())
-    is_of_another: bool = (
-        False  # a proof of another model of the capability, used for this one; not in the file
-    )
+    # a proof of another model of the capability, used for this one; not in the file
+    is_of_another: bool = False
 
     def about(self, sources: Mapping[str, str]) -> "Proof":
         """Keep what holds for kernels with these digests; others become untested and lose races and torch's wins."""
