@@ -82,10 +82,16 @@ class Muon(Optimizer):
         """Add a group as torch.optim.Optimizer does; ValueError for a shape or option that Muon cannot take."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
-            raise ValueError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
-        for param in group["params"]:
-            _check(param, 1 if group["matrices"] is None else group["matrices"])
+        try:
+            if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+                raise ValueError(
+                    f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}"
+                )
+            for param in group["params"]:
+                _check(param, 1 if group["matrices"] is None else group["matrices"])
+        except ValueError:
+            self.param_groups.pop()  # or the next step would take it
+            raise
         self._ask_layers()
 
     def _ask_layers(self) -> None:
