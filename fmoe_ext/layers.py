@@ -324,15 +324,15 @@ def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: i
     if num_experts is not None:
         if num_expert is not None:
             raise ValueError(
-                f"num_experts={num_experts} (of all ranks) and num_expert={num_expert} (of each) are one argument: "
-                "give num_experts"
+                f"num_experts={num_experts} (of all ranks) and num_expert={num_expert} (of each rank) say the same "
+                "thing: give num_experts only"
             )
         check_sizes(num_experts=num_experts)
         num_expert, rest = divmod(num_experts, num_ranks)
         if rest:
             raise ValueError(
-                f"num_experts={num_experts} is the number of experts of all ranks, which the {num_ranks} ranks of "
-                "world_size must divide"
+                f"num_experts={num_experts} is the number of experts of all ranks together: it must be a multiple "
+                f"of the {num_ranks} ranks"
             )
     if isinstance(expert, (list, tuple)):
         if num_experts is not None and len(expert) != num_expert:
