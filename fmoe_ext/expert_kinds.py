@@ -171,6 +171,7 @@ class Fused(ExpertKind):
                 "the gradient in weight.grad; clear the shadows, or pass gradient_accumulation_fusion=False"
             )
         num_local, group = expert_parallel.num_local_experts, expert_parallel.group
+        # topk_weights: what a compiled graph must have computed before this collective, on every rank
         weights = fetch(experts.weights, tokens.shadows, num_local, group, tokens.topk_weights)
         fetched = self._again()
         fetched._weights = lambda end: (weights,)
@@ -241,6 +242,7 @@ class Separate(ExpertKind):
 
     def call_one(self, rows: Nest, count: int | torch.Tensor, idx: int) -> Nest:
         """Compute expert idx on all rows."""
+        # an nn.ModuleList of the user's own is called as FastMoE calls it, with the count
         experts = self.layer.experts
         if isinstance(experts, SeparateExperts) and not experts.takes_count[idx]:
             return experts[idx](rows)

@@ -110,7 +110,7 @@ def of_model(
     if not reached:  # a product of float32 matrices on this machine's CPU, the best of three
         size, seconds = 1024, []
         x = torch.ones(size, size, device="cpu")
-        for _ in range(4):  # the first one starts threads
+        for _ in range(4):  # the first one starts threads, and does not count
             begin = time.perf_counter()
             x @ x
             seconds.append(time.perf_counter() - begin)

@@ -209,7 +209,8 @@ class GgufModel(ModelFiles):
         for tensor in self.file.tensors:
             self.formats[tensor.tensor_type.name] += tensor.n_bytes
         floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
-        counts = Counter({torch.bfloat16: 0})  # packed weights of any type count as one
+        # the dtype of most bytes; packed weights of any type count as bfloat16, to which they decode
+        counts = Counter({torch.bfloat16: 0})
         for name, num_bytes in self.formats.items():
             counts[floats.get(name, torch.bfloat16)] += num_bytes
         self.dtype = max(counts, key=lambda dtype: counts[dtype])

@@ -107,8 +107,10 @@ def _makes_state_only(optimizer: Optimizer) -> bool:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # a list: the garbage collector may drop a follower meanwhile
     for follower in list(FOLLOWERS.values()):
         follower.before(optimizer)
+    # torch calls step() with the arguments that a hook returns: (optimizer, closure)
     if len(args) > 1 and callable(args[1]):
         return (args[0], _followed(optimizer, args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):

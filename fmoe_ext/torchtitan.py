@@ -85,6 +85,7 @@ class FMoERoutedExperts(RoutedExperts):
             y = experts(rows, handle.tokens_per_expert)
             out: Tensor = unpermute_rows(y, handle, tokens.topk_weights)
             return out
+        # this rank's shards, in the order gate, down, up
         weights: Any = experts.w1_EFD, experts.w2_EDF, experts.w3_EFD
         local = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
         gate, down, up = (p.to(tokens.x.dtype) for p in local)

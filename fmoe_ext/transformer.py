@@ -99,6 +99,7 @@ class FMoETransformerMLP(FMoE):
         check_sizes(d_model=d_model, **({} if num_expert is None else {"num_expert": num_expert}))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_sizes(d_hidden=d_hidden)
+        # expert= is left out, so that FMoE makes no experts
         factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         counts: dict[str, Any] = {"num_expert": num_expert, "num_experts": num_experts}
         super().__init__(d_model=d_model, top_k=top_k, gate=gate, parallel=parallel, **counts, **options)

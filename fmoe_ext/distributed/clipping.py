@@ -74,6 +74,7 @@ def norm_over(
     norm_type, is_max = float(norm_type), norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, copies in counted:
+        # full_tensor() of a DTensor's norm is a collective call of the ranks that have its shards
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
         norm = (norm.full_tensor() if is_dtensor(norm) else norm).double()

@@ -59,6 +59,7 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
         >>> groups.ep.size(), groups.data.size()
         (1, 1)
     """
+    # first: ranks that disagree would wait for each other in groups that the others do not make
     world_size = dist.get_world_size()
     check_same("init_groups(ep, dp, slice)", (ep, dp, slice), dist.group.WORLD)
     if ep is None:
@@ -99,6 +100,7 @@ def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.Pr
         if not key.endswith("_group"):
             raise TypeError(f"unexpected argument {key!r}: groups are passed as <tag>_group=")
         named[key.removesuffix("_group")] = group or _default_group()
+    # made once for each group, which all wrappers then find: making one is a collective call
     for group in named.values():
         if group not in _of_reductions:
             made = new_group_of(dist.get_process_group_ranks(group), group)

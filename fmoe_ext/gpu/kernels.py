@@ -136,6 +136,7 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         if mode == "proved":
             raise RuntimeError(f"{text}, or unset FMOE_GPU_KERNELS=proved")
         return Choice(frozenset(), warning=f"{text}; until then the slower portable kernels are used")
+    # portable kernels compute what no other one does: without them nothing of ours can be used
     portable = proof.verdicts.get(PORTABLE)
     if portable is not None and portable.state == "failed":
         text = f"the portable kernels of fmoe_ext failed on CUDA device {device} ({portable.reason})"

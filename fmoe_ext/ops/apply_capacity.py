@@ -106,6 +106,7 @@ def drop_choices(
                     f"{name} must be on {topk_idx.device} like topk_idx, but is on {given.device}"
                 )
         kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
+    # with `none`, so that K = 0 gives counts [0, E]
     none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
     of_choices = [count_tokens(choice, num_experts)[None] for choice in topk_idx.split(1, 1)]
     return kept, torch.cat((none, *of_choices))

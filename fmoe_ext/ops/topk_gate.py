@@ -152,7 +152,7 @@ def topk_gate_ref(
         values = scores = scores + bias.to(scores.dtype)
     # Only the experts of each token's best groups are candidates.
     if topk_groups < num_groups:
-        two_best = bias is not None or score == "sigmoid"
+        two_best = bias is not None or score == "sigmoid"  # as DeepSeek-V3 ranks groups, else as DeepSeek-V2
         groups = (scores if two_best else values).unflatten(1, (num_groups, -1))
         rank = groups.topk(min(2 if two_best else 1, groups.shape[2]), dim=-1).values.sum(-1)  # [T, groups]
         kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _stable_topk(rank, topk_groups), True)
