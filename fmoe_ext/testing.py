@@ -124,9 +124,13 @@ class DistributedPool:
         ranks = self._processes[:world_size]
         with tempfile.TemporaryDirectory() as folder:
             job = (fn, args, world_size, str(Path(folder, "store")), timeout)
-            for rank, process in enumerate(ranks):
-                process.connection.send((rank, *job))
-            outcomes = _collect(ranks, time.monotonic() + timeout + GRACE)
+            try:
+                for rank, process in enumerate(ranks):
+                    process.connection.send((rank, *job))
+                outcomes = _collect(ranks, time.monotonic() + timeout + GRACE)
+            except BaseException:  # else the next run would take this one's results for its own
+                self._kill()
+                raise
         failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
         if failures:
             self._kill()
