@@ -63,7 +63,7 @@ class Target:
     def connect(self) -> Key:
         """Start CUDA on the device -> the model of GPU that the proof is about; Unavailable if that fails."""
         count = torch.cuda.device_count()
-        if self.index >= count:
+        if not 0 <= self.index < count:
             raise Unavailable(f"there is no CUDA device {self.index}: torch sees {count}")
         try:
             torch.cuda.set_device(self.index)
