@@ -1,9 +1,13 @@
-"""Shared by all commands: checked numbers, exit statuses, no tracebacks.
+"""Share between all commands: checked numbers, exit statuses, errors without tracebacks.
 
-Exit statuses: 0 done; 1 done, and something is wrong (values differ, a kernel failed); 2 could not be done
-(arguments, files, devices, packages); 3 a server has stopped and not all is saved; 4 another server runs with this
-identity or checkpoint folder; 130 interrupted; 141 nobody reads
-the output. See docs/commands.md.
+Exit statuses (docs/commands.md):
+    0    done
+    1    done, and something is wrong (values differ, a kernel failed)
+    2    could not be done (arguments, files, devices, packages)
+    3    a server has stopped and not all is saved
+    4    another server runs with this identity or checkpoint folder
+    130  interrupted
+    141  nobody reads the output
 """
 
 import argparse
@@ -15,7 +19,7 @@ import sys
 from collections.abc import Callable
 from typing import Any, NoReturn
 
-CANNOT, NOT_SAVED, IN_USE = 2, 3, 4
+CANNOT, NOT_SAVED, IN_USE = 2, 3, 4  # exit statuses
 
 
 def positive_int(text: str) -> int:
@@ -40,7 +44,7 @@ def not_negative_float(text: str) -> float:
 
 
 def reason(error: BaseException) -> str:
-    """Return the text of an error on one line; a file that is missing always reads alike."""
+    """Return the text of an error on one line, always the same for a file that is missing."""
     if isinstance(error, FileNotFoundError) and error.filename is not None:
         return f"{os.fspath(error.filename)} does not exist"
     return " ".join(str(error).split())
@@ -62,12 +66,12 @@ def run(main: Callable[[], int | None]) -> NoReturn:
         try:
             status = main()
         finally:
-            sys.stdout.flush()
+            sys.stdout.flush()  # a closed pipe raises here, and not at the interpreter's exit
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         status = 128 + signal.SIGINT
     except BrokenPipeError:
-        # Python flushes stdout once more at exit, which must not fail again.
+        # Python flushes stdout once more at exit, which must not fail again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
     except SystemExit as end:

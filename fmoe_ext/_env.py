@@ -1,4 +1,7 @@
-"""Every environment variable that fmoe_ext reads, with its type, default and meaning; nothing else reads any."""
+"""List every environment variable that fmoe_ext reads, with its type, default and meaning; no other module reads any.
+
+setup.py reads those whose meaning begins with "build" by itself. `fmoe info` prints the list.
+"""
 
 import os
 from dataclasses import dataclass
@@ -8,11 +11,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class _Variable:
+    """An environment variable."""
+
     name: str
     type: type
     default: object
-    meaning: str
-    choices: tuple[str, ...] = ()
+    meaning: str  # "build: ..." or "run: ..."
+    choices: tuple[str, ...] = ()  # the only values; empty for any
 
 
 VARIABLES = (
@@ -83,12 +88,15 @@ _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
 def text(name: str) -> str:
-    """Text of a listed variable, unconverted; "" when unset."""
+    """Return the text of a listed variable, unconverted; "" when unset."""
     return os.environ.get(_BY_NAME[name].name, "").strip()
 
 
 def get(name: str) -> Any:
-    """The value of a listed variable, converted to its type; its default when unset."""
+    """Return the value of a listed variable, converted to its type; its default when unset or empty.
+
+    Raises ValueError for a text that is not of its type, or none of its choices.
+    """
     variable, value = _BY_NAME[name], text(name)
     if value == "":
         return variable.default
@@ -111,16 +119,16 @@ def get(name: str) -> Any:
 
 
 def unlisted(name: str) -> str | None:
-    """Text of any variable, None when unset; for FastMoE's float_from_env(key) only."""
+    """Return the text of any variable, None when unset; for FastMoE's functions that take a name only."""
     return os.environ.get(name)
 
 
 def everything() -> dict[str, str]:
-    """The whole environment, for replace() in a process that this one starts."""
+    """Return the whole environment, for replace() in a process that this one starts."""
     return dict(os.environ)
 
 
 def replace(environment: dict[str, str]) -> None:
-    """Gives this process, and those that it starts, another environment."""
+    """Give this process, and those that it starts, another environment."""
     os.environ.clear()
     os.environ.update(environment)

@@ -1,10 +1,10 @@
-"""FastMoE's names for attributes that this package calls otherwise."""
+"""Alias: FastMoE's name for an attribute that this package calls otherwise."""
 
 from typing import Any
 
 
 class Alias:
-    """An attribute's name in FastMoE, whose programs read and set it; no code of this package does."""
+    """A second name of an attribute, as num_expert = Alias("num_local_experts"), for programs written for FastMoE."""
 
     def __init__(self, name: str) -> None:
         self.name = name

@@ -1,10 +1,10 @@
-"""Packages that some functions need and fmoe_ext does not install: an error says how to install them."""
+"""Import packages that some functions need and fmoe_ext does not install; the error says how to install them."""
 
 import importlib
 from types import MappingProxyType
 from typing import Any
 
-# package: the extra of pyproject.toml that brings it and what goes with it
+# {package: the extra of pyproject.toml that installs it and what goes with it}
 _EXTRAS = MappingProxyType(
     {
         "transformers": "finetune",
@@ -17,7 +17,7 @@ _EXTRAS = MappingProxyType(
 
 
 def require(package: str, needed_by: str, install: str = "") -> Any:
-    """The imported package; ImportError if there is none. install: for pip, by default the package."""
+    """Import a package; ImportError if it is not there. install: its name and version for pip, else its name."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,4 +1,7 @@
-"""Tests for classes of PyTorch's and DeepSpeed's sharding that do not import their modules, which takes a second."""
+"""Ask whether an object is of a class of PyTorch's or DeepSpeed's sharding, without importing it, which takes a second.
+
+An object of the class can exist only if its module has been imported: so it is looked up in sys.modules.
+"""
 
 import sys
 from typing import TYPE_CHECKING, Any, TypeGuard
@@ -20,7 +23,7 @@ def is_deepspeed_engine(x: object) -> TypeGuard[Any]:
 
 
 def is_zero_redundancy(x: object) -> bool:
-    """True for ZeroRedundancyOptimizer, whose state is in an optimizer of its own on each rank, not in x.state."""
+    """Return whether x is a ZeroRedundancyOptimizer, whose state is not in x.state but in an optimizer inside it."""
     return _is("torch.distributed.optim.zero_redundancy_optimizer", "ZeroRedundancyOptimizer", x)
 
 

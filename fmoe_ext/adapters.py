@@ -1,4 +1,12 @@
-"""Low-rank adapters that experts compute beside their frozen weights, handed to them for one call."""
+"""Hand low-rank adapters to experts for one call, which then computes them beside their frozen weights.
+
+    lora.fuse() wraps a module:      with given(experts, "htoh4.weight", Lora(a, b, scale)):
+                                         experts(x)
+    experts that can compute it:     adapters = take(self)    # in their forward
+
+An adapter that nobody takes raises when the block ends: a model that silently leaves its adapters out would train
+nothing. Adapters wait for a thread of their own, since several threads may run one model.
+"""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -8,7 +16,8 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-_KEY = "_fmoe_ext_adapters"  # {thread: adapters that wait for its call of a module}, in the module's __dict__
+# in a module's __dict__: {thread: {name of the parameter: adapter that waits for this thread's call of the module}}
+_KEY = "_fmoe_ext_adapters"
 
 
 class Lora(NamedTuple):
@@ -28,11 +37,12 @@ class OnLattice(Lora):
 def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
     """Compute scale * b @ a of one expert, a [rank, in], b [out, rank], at least in float32, to the bit everywhere."""
     wide = torch.promote_types(a.dtype, torch.float32)
+    # contiguous: torch's product may have other bits for other strides
     return b.to(wide).contiguous() @ a.to(wide).contiguous() * scale
 
 
 def take(module: nn.Module) -> Mapping[str, Lora]:
-    """Adapters that this call of a module must compute, by the parameter's name; the caller computes all of them."""
+    """Take the adapters that this call of a module must compute, by the parameter's name; compute all of them."""
     waiting: dict[str, Lora] = module.__dict__.get(_KEY, {}).get(_thread(), {})
     taken = dict(waiting)
     waiting.clear()

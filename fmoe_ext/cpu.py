@@ -1,4 +1,4 @@
-"""Settings of the process that make training on a CPU faster."""
+"""Make training on a CPU faster: keep_memory() lets the process keep freed tensors' memory for the next ones."""
 
 import ctypes
 import sys
@@ -7,9 +7,9 @@ from types import MappingProxyType
 
 from fmoe_ext import ops
 
-_MAX_BOUND = 2**31 - 1  # what mallopt() takes
+_MAX_BOUND = 2**31 - 1  # mallopt() takes an int
 
-# <malloc.h> of glibc: the parameters of mallopt(), and the values that the process begins with
+# from <malloc.h> of glibc: the parameters of mallopt(), and the values that a process begins with
 _TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
 _BEGINNING = MappingProxyType(
     {_TRIM_THRESHOLD: 128 << 10, _TOP_PAD: 128 << 10, _MMAP_THRESHOLD: 128 << 10, _MMAP_MAX: 65536}
@@ -18,17 +18,17 @@ _GROWTH = 64 << 20  # bytes that the heap grows by at least
 
 
 def keep_memory(max_bytes: int | None = _MAX_BOUND) -> None:
-    """Lets this process keep the memory of freed tensors for the next ones, instead of returning it to the system.
+    """Let this process keep the memory of freed tensors for the next ones, instead of returning it to the system.
 
     glibc returns large tensors to the system when they are freed, and the next ones pay for page faults: every 4 KiB
-    page is cleared again, each step. After this call large tensors come from the heap, and what is free at its end
-    stays there, at most max_bytes bytes, None for all (what lies below a tensor in use stays in any case);
+    page is cleared again, each step. After this call large tensors come from the heap, and free memory at its end stays
+    there, at most max_bytes bytes, None for all (free memory below a tensor in use stays in any case).
     give_memory_back() undoes it. It holds for the whole process and all of its allocations, and changes no result.
     The first steps still grow the heap: glibc's per-thread caches hold what it cuts off the ends of about the first
     seven tensors of a size, and until they are full the place of a freed tensor is a little too small for the next one.
     Where pieces of free memory lie between tensors in use, the heap grows from step to step (by 20 MB for a dense GPT
     of 3 million parameters with glibc 2.36, which ended in 24 GB): then call give_memory_back() and this now and then.
-    Worth it for training loops; not for a program that shares a small memory with others.
+    It pays in training loops, not in a program that shares a small memory with others.
     Raises ValueError for another max_bytes than 0 to 2^31 - 1, which is what glibc takes, NotImplementedError where the
     C library is not glibc (macOS, Windows, musl).
     The same from outside: MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=<max_bytes> MALLOC_TOP_PAD_=67108864.
@@ -48,10 +48,10 @@ def keep_memory(max_bytes: int | None = _MAX_BOUND) -> None:
 
 
 def give_memory_back() -> None:
-    """Undoes keep_memory(): the settings that glibc begins with, and all free pages to the system at once.
+    """Undo keep_memory(): set glibc's settings back, and return all free pages to the system at once.
 
-    These include the memory that the operators keep (ops.release_memory). glibc no longer moves its threshold for large
-    blocks (128 KiB) up by itself afterwards, as a process does in which nobody has called mallopt().
+    These include the memory that the operators keep (ops.release_memory). One thing stays: glibc no longer raises its
+    threshold for large blocks (128 KiB) by itself, as it does in a process that has never called mallopt().
     Raises NotImplementedError where the C library is not glibc.
     """
     _set_malloc(_BEGINNING).malloc_trim(ctypes.c_size_t(0))
@@ -59,12 +59,12 @@ def give_memory_back() -> None:
 
 
 def can_keep_memory() -> bool:
-    """True if keep_memory() works here: on Linux with glibc."""
+    """Return whether keep_memory() works here: on Linux with glibc."""
     return sys.platform == "linux" and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 
 
 def _set_malloc(values: Mapping[int, int]) -> ctypes.CDLL:
-    """The C library, in which these parameters are set."""
+    """Set parameters of malloc -> the C library."""
     if not can_keep_memory():
         raise NotImplementedError(
             f"keep_memory() sets glibc's malloc, but this is {sys.platform} with another C library: "

@@ -1,4 +1,4 @@
-"""Bringing tokens to their experts and back, on one rank or many: dispatch(), combine(), each the other's backward."""
+"""Bring tokens to their experts and back, on one rank or many: dispatch() and combine(), each the other's backward."""
 
 import torch
 
@@ -19,8 +19,8 @@ def dispatch(
     """Send every token to the ranks of its experts.
 
     x [T, *] or a nest (list, tuple, dict) of such tensors, topk_idx [T, K] (-1 for dropped choices), topk_weights
-    [T, K]. expert_parallel: where the num_experts experts live, None for all on this rank, where nothing moves. step:
-    that of the layer's forward, None outside of one. What it returns is used so, on one rank and on many:
+    [T, K]. expert_parallel: where the num_experts experts live; None: all on this rank, and nothing moves. step: the
+    forward of the layer, None outside of one. Use the result so, on one rank and on many:
 
         dispatched = dispatch(x, topk_idx, topk_weights, num_experts, expert_parallel)
         for chunk in dispatched.chunks:
@@ -58,7 +58,7 @@ def combine(dispatched: Dispatched) -> Nest:
 
 
 class _OnThisRank:
-    """One chunk, which is here already."""
+    """Dispatched of one rank, and its only chunk: the tokens are here already."""
 
     def __init__(self, tokens: ExpertInput):
         self._tokens = tokens

@@ -1,6 +1,11 @@
 """The kinds of experts that a layer can have, a class each: how they are called, and what they can do.
 
-A new kind is a class here and an entry in KINDS.
+    Fused         FusedExperts: tokens are read through an index, one operator
+    Separate      a module for each expert, called in turn; the host must know their numbers of rows
+    OneModule     a user's module for all experts: module(rows sorted by expert, tokens_per_expert)
+    OwnExpertFn   a subclass of FMoE with an expert_fn of its own (layers.py asks for this one itself)
+
+FMoE.forward calls compute() for each chunk of experts. A new kind is a class here and an entry in KINDS.
 """
 
 from __future__ import annotations
@@ -76,7 +81,7 @@ class ExpertKind:
         results = self.on_rows(rows, handle.tokens_per_expert, first)
         num_rows = len(leaves_of(rows)[0])
         for result in leaves_of(results):
-            # dropped choices, whose rows are behind, need no result
+            # experts may leave out the rows of dropped choices, which come last; only a wrong result is counted for
             if result.shape[:1] != (num_rows,) and result.shape[:1] != (
                 needed := int(handle.tokens_per_expert.sum()),
             ):
@@ -110,8 +115,9 @@ class Fused(ExpertKind):
 
     def __init__(self, layer: _HasExperts):
         super().__init__(layer)
-        # weights(end): the arguments weights and main_grads of FusedExperts for the experts that end there
-        self._weights: Callable[[int], tuple[Any, ...]] = lambda end: ()  # none: they have their own
+        # _weights(end): the arguments weights and main_grads of FusedExperts for the chunk that ends there; none here,
+        # so that it uses its own
+        self._weights: Callable[[int], tuple[Any, ...]] = lambda end: ()
 
     @staticmethod
     def fits(layer: _HasExperts) -> bool:
@@ -142,13 +148,13 @@ class Fused(ExpertKind):
         return self.layer.experts(rows, tokens_per_expert)
 
     def divided(self, chunk_ends: Sequence[int]) -> ExpertKind:
-        """Split the weights once, so that their gradients are put together once."""
+        """Split the weights once for all chunks, so that autograd joins their gradients once."""
         super().divided(chunk_ends)
         if len(chunk_ends) == 1:
             return self
         experts = self.layer.experts
         sizes = [end - first for first, end in zip((0, *chunk_ends), chunk_ends, strict=False)]
-        whole = (*experts.weights, *experts.main_grads)
+        whole = (*experts.weights, *experts.main_grads)  # w1, b1, w2, b2, main_grad of w1, of w2
         parts = [[None] * len(sizes) if w is None else w.split(sizes) for w in whole]
         by_end = dict(zip(chunk_ends, zip(*parts, strict=True), strict=True))
         divided = self._again()
@@ -165,13 +171,14 @@ class Fused(ExpertKind):
                 "the gradient in weight.grad; clear the shadows, or pass gradient_accumulation_fusion=False"
             )
         num_local, group = expert_parallel.num_local_experts, expert_parallel.group
+        # topk_weights: what a compiled graph must have computed before this collective, on every rank
         weights = fetch(experts.weights, tokens.shadows, num_local, group, tokens.topk_weights)
         fetched = self._again()
         fetched._weights = lambda end: (weights,)
         return fetched
 
     def _again(self) -> Fused:
-        """Copy it, without weights of its own; Dynamo of torch 2.11 cannot trace copy.copy."""
+        """Make one of the same layer, whose _weights can be set; Dynamo of torch 2.11 cannot trace copy.copy."""
         return Fused(self.layer)
 
 
@@ -189,7 +196,7 @@ _SEPARATE = (
 )
 
 
-# Dynamo of torch 2.11 goes on with another expert's number if numbers of rows are symbols of a graph.
+# Dynamo of torch 2.11 mixes up the experts' numbers of rows if they are symbols of a graph.
 @outside_graphs(f"no graph has {_SEPARATE}")
 def _on_the_host(tokens_per_expert: torch.Tensor) -> list[int]:
     return torch.as_tensor(tokens_per_expert, device="cpu").tolist()
@@ -221,7 +228,7 @@ class Separate(ExpertKind):
         if is_exporting():
             raise RuntimeError(f"torch.export cannot trace {_SEPARATE}")
         outputs, counts = [], _on_the_host(tokens_per_expert)
-        # parts that know nothing of each other: an expert may change its own in place
+        # unsafe_split: views that autograd takes for tensors of their own, since an expert may change its rows in place
         parts = map_structure(
             lambda x: torch.unsafe_split_with_sizes(x, [*counts, len(x) - sum(counts)]), rows
         )
@@ -235,6 +242,7 @@ class Separate(ExpertKind):
 
     def call_one(self, rows: Nest, count: int | torch.Tensor, idx: int) -> Nest:
         """Compute expert idx on all rows."""
+        # an nn.ModuleList of the user's own is called as FastMoE calls it, with the count
         experts = self.layer.experts
         if isinstance(experts, SeparateExperts) and not experts.takes_count[idx]:
             return experts[idx](rows)

@@ -1,4 +1,13 @@
-"""FusedExperts: the two-layer MLPs of all experts as one operator, and the layouts of their state dict."""
+"""FusedExperts: the two-layer MLPs of all experts, as one operator (ops.expert_mlp) where that is possible.
+
+FusedExperts.forward takes the first of these ways that gives the right result:
+    ops.expert_mlp       gathers, multiplies, activates and sums in one operator, which keeps only h for the backward
+    two grouped GEMMs    with any callable as the activation between them
+    the modules          htoh4 and h4toh are called, because a hook or an adapter waits for the call (must_be_called)
+
+Here are also the activations that the operators know as modules, SharedExperts (an MLP for all tokens),
+LatentProjections (narrower experts), and FastMoE's layout of a state dict, one entry an expert.
+"""
 
 import math
 import re
@@ -58,13 +67,14 @@ def is_gated(activation: Any) -> bool:
     )
 
 
+# weak, so that the list keeps no layer alive
 _gated: weakref.WeakSet["FusedExperts"] = weakref.WeakSet()
 
 
 def weights_of_two() -> list[torch.Tensor]:
-    """List the parameters of all layers in which a gate and an up matrix lie one below the other; for optimizers.
+    """List the weights of all gated layers, in which a gate and an up matrix lie one below the other; for Muon.
 
-    The layers are asked, and not the parameters marked: fully_shard and copies replace parameters by others.
+    The layers are listed, rather than the parameters marked: fully_shard and copies replace parameters by others.
     """
     weights = [getattr(experts.htoh4, "weight", None) for experts in list(_gated)]
     return [weight for weight in weights if weight is not None]
@@ -147,6 +157,7 @@ class SoftcappedSwiGLU(nn.Module):
         self.gate_softcap, self.up_softcap = gate_softcap, up_softcap
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
+        # in float32 or wider, and rounded once
         gate, up = x.to(torch.promote_types(x.dtype, torch.float32)).chunk(2, dim=-1)
         bounded = (gate / self.gate_softcap).tanh() * self.gate_softcap * gate.sigmoid()
         return (bounded * (up / self.up_softcap).tanh() * self.up_softcap).to(x.dtype)
@@ -206,6 +217,7 @@ class FusedExperts(nn.Module):
             _gated.add(self)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        # a copy (deepcopy, pickle) does not pass __init__
         super().__setstate__(state)
         if is_gated(self.activation):
             _gated.add(self)
@@ -246,6 +258,7 @@ class FusedExperts(nn.Module):
         weights: of other experts of the same shape, or of a part of these, instead of self.weights;
         main_grads: theirs, instead of self.main_grads.
         """
+        # 1. The weights; or call the modules, if one must be called and its adapter is none that the operators take.
         adapters: tuple[Lora | None, Lora | None] = (None, None)
         if weights is None:
             up, down = self.htoh4, self.h4toh  # once: a module's attributes take long to read
@@ -266,13 +279,15 @@ class FusedExperts(nn.Module):
         check_plain(w2)
         inp = cast_to_weight(inp, w1)
         offs = cumulative_ends(fwd_expert_count, w1.shape[0], inp.device) if handle is None else handle.offs
+        # 2. An activation that the operator does not know runs between two grouped GEMMs.
         if self.fused_activation is None:
             rows = inp if handle is None else ops.permute(inp, handle.row_idx, handle.inverse)
             up_rows = adapted_gemm(rows, w1, offs, b1, adapters[0], main_grad=main_grads[0])
             hidden = self._activation(up_rows)
             rows = adapted_gemm(hidden, w2, offs, b2, adapters[1], main_grad=main_grads[1])
             return rows if handle is None else unpermute_rows(rows, handle, topk_weights)
-        if handle is None:  # every row is its own token, with K = 1
+        # 3. Everything in one operator. Without a handle every row is its own token, with K = 1.
+        if handle is None:
             row = torch.arange(inp.shape[0], dtype=torch.int32, device=inp.device)
             row_idx = torch.where(row < offs[-1], row, -1)
             routing = row_idx, row_idx[:, None], offs
@@ -291,6 +306,7 @@ class FusedExperts(nn.Module):
         if name is not None:
             return ops.ACTIVATIONS[name](hidden)
         assert callable(activation)
+        # types, not isinstance: a subclass may compute something else
         if type(activation) is ClampedSwiGLU:
             return ops.clamped_glu(hidden, activation.alpha, activation.limit, 1.0)
         if type(activation) is GatedActivation and activation_name(activation.activation) == "silu":
@@ -376,6 +392,7 @@ def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, to
     `experts.htoh4.weight` [E, H, D] becomes `experts.<e>.htoh4.weight` [1, H, D], biases and h4toh likewise;
     other entries are kept. What is split is copied.
     """
+    # only below a module named "experts", as FastMoE's layers have it
     fused = re.compile(r"(?P<experts>(?:.*\.)?experts)\.(?P<name>(?:htoh4|h4toh)\.(?:weight|bias))")
     split = {}
     for key, value in state_dict.items():
@@ -390,6 +407,7 @@ def to_per_expert_layout(state_dict: Mapping[str, torch.Tensor]) -> dict[str, to
 
 def _fuse_per_expert_layout(module: FusedExperts, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     for name in ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias"):
+        # [1, H, D] each, in the order of the experts
         keys = [f"{prefix}{e}.{name}" for e in range(module.num_experts)]
         if all(key in state_dict for key in keys):
             state_dict[prefix + name] = torch.cat([state_dict.pop(key) for key in keys])

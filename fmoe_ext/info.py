@@ -1,4 +1,4 @@
-"""`fmoe info`: the facts that a bug report quotes, or those of a model: what is in its files, and what fits in here."""
+"""The command `fmoe info`: facts for a bug report; or of a model, what is in its files and what fits in here."""
 
 import argparse
 import importlib.util
@@ -35,6 +35,7 @@ def gpu_kernels_in_use(keys: Iterable[Key]) -> list[tuple[str, str]]:
 
 def _facts() -> list[tuple[str, str]]:
     """List (what, value) of this installation and machine."""
+    # without the CUDA module no kernels were chosen for devices
     num_devices = torch.cuda.device_count() if ops.cuda_module_missing is None else 0
     refused = refused_cpu_isa()  # an instruction set that the system keeps from this process
     devices = [("CUDA devices", "none")]
@@ -82,11 +83,11 @@ def of_model(
     batch: int = 1,
     tflops: float | None = None,
 ) -> dict[str, Any]:
-    """Facts about a model's files, and what stream() and a training step on one rank need.
+    """Return facts about a model's files, and what stream() and a training step on one rank need.
 
-    memory: bytes or a text that this machine has for it (memory_of). length, batch: tokens of a sequence and sequences
-    of the step. tflops: that the machine reaches, 10^12 a second, by default measured with a product of matrices.
-    Raises CheckpointError for files that open_model() refuses, ValueError for a model without layers.
+    memory: bytes for the model, or a text as "8GiB" (memory_of). length, batch: tokens of a sequence and sequences of
+    the step. tflops: what the machine reaches, in 10^12 operations a second; by default it is measured with a product
+    of matrices. Raises CheckpointError for files that open_model() refuses, ValueError for a model without layers.
     """
     # not at the top: a bug report needs none of them
     from fmoe_ext.finetune.streaming.budget import least_memory
@@ -94,19 +95,22 @@ def of_model(
     from fmoe_ext.planning.layouts import Layout, estimate
     from fmoe_ext.planning.sizes import sizes_of
 
+    # 1. The files: bytes of experts, which can be streamed, and of the rest, which stays in memory.
     files = open_model(model)
     skeleton = files.skeleton()
     sizes, _ = sizes_of(str(files.path))
     layers = [*files.of(skeleton).layers.values()]
     of_experts = sum(span.num_bytes for layer in layers for span in layer.every_span())
     resident = sum(files.formats.values()) - of_experts
+    # 2. The memory: all experts in it, or streamed.
     free = memory_of(memory).num_bytes
     whole, streamed = least_memory(layers, resident, is_whole=True), least_memory(layers, resident)
+    # 3. The time of a training step on one rank, without exchange (infinite bandwidth) and without reads.
     reached = tflops
     if not reached:  # a product of float32 matrices on this machine's CPU, the best of three
         size, seconds = 1024, []
         x = torch.ones(size, size, device="cpu")
-        for _ in range(4):  # the first one starts threads
+        for _ in range(4):  # the first one starts threads, and does not count
             begin = time.perf_counter()
             x @ x
             seconds.append(time.perf_counter() - begin)
@@ -178,6 +182,7 @@ def cmake_prefix_path() -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
+    """Run the command."""
     parser = argparse.ArgumentParser(
         prog="fmoe info",
         description="Prints versions, native modules, devices and environment variables: quote it in a bug report. "
@@ -204,7 +209,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             parser.error("--cmake is of this installation: leave the model out")
         try:
             found = of_model(options.model, options.memory, options.length, options.batch, options.tflops)
-        except (RuntimeError, ValueError, OSError, ImportError) as error:  # CheckpointError is the first
+        except (RuntimeError, ValueError, OSError, ImportError) as error:  # CheckpointError is a RuntimeError
             sys.exit(f"error: {reason(error)}")
         print(as_json(found) if options.json else _as_text(found))
         return
@@ -212,6 +217,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         facts: dict[str, Any] = {}
         for name, value in _facts():
             key = name.strip()
+            # a device has several lines of one name
             facts[key] = f"{facts[key]}; {value}" if key in facts else value
         facts["environment"] = {
             v.name: {"value": _env.text(v.name), "default": v.default, "meaning": v.meaning}

@@ -1,4 +1,10 @@
-"""FMoE: a gate chooses experts for every token, the experts compute, their results are summed by weight."""
+"""FMoE: a gate chooses experts for every token, the experts compute, their results are summed by weight.
+
+FMoE.forward is five steps, each in a file of its own: the tokens to compute (step.py), the gate (gates/), the way to
+the experts (dispatch.py, and ep/ over many ranks), the experts (expert_kinds.py), the way back. Letters of shapes:
+T tokens, K choices of a token (top_k), E experts, R rows: a token's copy for each of its choices, sorted by expert.
+FMoETransformerMLP (transformer.py) is the layer with the experts of a transformer.
+"""
 
 from __future__ import annotations
 
@@ -105,6 +111,7 @@ class FMoE(SpreadLayer):
         renormalize: bool = False,
         **options: Unpack[LayerOptions],
     ):
+        # 1. The layout: fields of `parallel` that are given as keywords, FastMoE's way.
         if mp_group is not None:
             warnings.warn(
                 "mp_group is the old name of slice_group, use that", DeprecationWarning, stacklevel=2
@@ -119,6 +126,7 @@ class FMoE(SpreadLayer):
         layout = ParallelLayout.of(parallel, **given)
         check_sizes(top_k=top_k)
         super().__init__()
+        # 2. How many experts there are, and where they live.
         self.world_size = layout.num_ranks
         self.num_local_experts = _local_experts(num_expert, num_experts, layout.num_ranks, expert)
         self.num_experts = self.num_local_experts * self.world_size
@@ -135,17 +143,21 @@ class FMoE(SpreadLayer):
                     f"world_size is {layout.num_ranks}, but moe_group has {self.expert_parallel.size} ranks"
                 )
         slices = layout.slice_group
+        # one rank shares its rows with nobody
         self._slices = None if slices is None or slices.size() == 1 else SliceGroup(slices)
         self.top_k = top_k
         self.gate_hook, self.mask, self.mask_dict = gate_hook, mask, mask_dict
         self.renormalize = renormalize
+        # 3. The gate and the experts, made on the device: in a block, since makers of users take no device.
         with contextlib.nullcontext() if device is None else torch.device(device):
             self.gate = _cast(_make_gate(self, gate, gate_bias), device, dtype)
             if self.expert_parallel is not None or layout.gate_group is not None:
                 self.share_gate(layout.gate_group)
+            # without expert= a subclass sets self.experts, one module for all
             self.experts_fused = expert is None
             self.experts = None if expert is None else _cast(_make_experts(self, expert), device, dtype)
-        self.shared_experts = None  # what every token passes besides
+        # 4. What FMoETransformerMLP, tags, checkpoints and repeated forwards set later.
+        self.shared_experts = None  # an MLP that every token passes besides
         self.latent = None  # projections around narrower experts
         self._expert_dp_comm = None
         self._forwards = Forwards()
@@ -153,7 +165,7 @@ class FMoE(SpreadLayer):
         self.register_load_state_dict_pre_hook(drop_wrapper_prefix)
         self.register_load_state_dict_pre_hook(take_placement)
 
-    def __prepare_scriptable__(self) -> None:  # torch.jit.script() asks it
+    def __prepare_scriptable__(self) -> None:  # torch.jit.script() calls it before it compiles a module
         raise RuntimeError("TorchScript does not compile an FMoE layer: use torch.export or torch.compile")
 
     def forward(self, moe_inp: Nest, valid: torch.Tensor | None = None, gate_inp: Nest | None = None) -> Nest:
@@ -190,6 +202,7 @@ class FMoE(SpreadLayer):
         # 4. The experts compute what has come and weigh their results, while the rest is under way.
         for chunk in dispatched.chunks:
             tokens, kind = chunk.receive(), experts
+            # shadowed experts: this rank computes its tokens of another rank's busy experts with fetched weights
             if tokens.shadows and self.expert_parallel is not None:
                 kind = experts.fetched(tokens, self.expert_parallel)
             chunk.give_back(
@@ -202,6 +215,7 @@ class FMoE(SpreadLayer):
     def _ready_experts(self, step: Step) -> ExpertKind:
         """Check the experts, and cut them into the chunks of this forward."""
         experts, parallel = self.expert_kind, self.expert_parallel
+        # In the batch-invariant mode, refuse whatever would make a token's bits depend on its batch.
         if ops.is_batch_invariant():
             reasons = {
                 "not with such experts": experts.depends_on_batch,
@@ -219,11 +233,14 @@ class FMoE(SpreadLayer):
         if parallel is None:
             return experts
         check_wrappers(self)
+        # A chunk is some experts with all tokens that chose them; the exchange of the next one overlaps its computing.
         max_chunks = self.num_local_experts if experts.can_be_divided else 1
         return experts.divided(parallel.choose_route(max_chunks, step).chunk_ends)
 
     def _choose(self, step: Step) -> tuple[torch.Tensor, torch.Tensor]:
         """Call the gate -> topk_idx, topk_weights [T, K], checked, renormalized and masked."""
+        # Gates and telemetry ask the running step. A compiled graph cannot read the context variable that holds it, so
+        # that there only the facts about the batch are set.
         if step.is_traced:
             with batch_is(step.batch):
                 topk_idx, topk_weights = self._call_gate(step)
@@ -231,8 +248,10 @@ class FMoE(SpreadLayer):
             with step:
                 topk_idx, topk_weights = self._call_gate(step)
         if step.is_traced and self.expert_parallel is not None:
+            # in the graph, the sums over ranks that the loss takes come before the exchange, on every rank in one order
             loss = getattr(self.gate, "loss", None)
             step.before_exchange = [] if loss is None else [loss.detach()]
+        # FastMoE's older gates return flat choices [T * K] and weights [T, 1, K].
         num_tokens = step.first.shape[0]
         if topk_idx.dim() != 2:
             topk_idx = topk_idx.reshape(-1, self.top_k)
@@ -243,6 +262,7 @@ class FMoE(SpreadLayer):
             )
         if topk_weights.shape != topk_idx.shape:
             topk_weights = topk_weights.reshape(topk_idx.shape)
+        # Give the weight of dropped choices (-1) to the kept ones. A token without any keeps the sum 0, not NaN.
         if self.renormalize:
             kept = torch.where(topk_idx >= 0, topk_weights, 0)
             kept_sum = kept.sum(-1, keepdim=True)
@@ -256,7 +276,8 @@ class FMoE(SpreadLayer):
         gate: Any = self.gate
         forward = step.forward if isinstance(gate, BaseGate) else None
         if forward is not None and forward.kept is not None and forward.selected is not None:
-            # weighs the choices of the original by the present logits, which have the gradient
+            # The gate weighs the choices of the original by the present logits, through which the gradient flows. Its
+            # tape replaces the choosing; the choices that capacity dropped then are dropped again (kept).
             tape, gate.tape = gate.tape, Repeat(forward.selected.long(), forward.is_fused)
             try:
                 _, topk_weights = gate(step.gate_x)
@@ -296,19 +317,22 @@ class FMoE(SpreadLayer):
 
 
 def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: int, expert: Any) -> int:
-    """Count the experts of this rank, from their number here, their number on all ranks, or their list."""
+    """Count the experts of this rank, from their number here, their number on all ranks, or their list.
+
+    ValueError if these contradict one another, or num_experts is no multiple of num_ranks.
+    """
     if num_experts is not None:
         if num_expert is not None:
             raise ValueError(
-                f"num_experts={num_experts} (of all ranks) and num_expert={num_expert} (of each) are one argument: "
-                "give num_experts"
+                f"num_experts={num_experts} (of all ranks) and num_expert={num_expert} (of each rank) say the same "
+                "thing: give num_experts only"
             )
         check_sizes(num_experts=num_experts)
         num_expert, rest = divmod(num_experts, num_ranks)
         if rest:
             raise ValueError(
-                f"num_experts={num_experts} is the number of experts of all ranks, which the {num_ranks} ranks of "
-                "world_size must divide"
+                f"num_experts={num_experts} is the number of experts of all ranks together: it must be a multiple "
+                f"of the {num_ranks} ranks"
             )
     if isinstance(expert, (list, tuple)):
         if num_experts is not None and len(expert) != num_expert:
@@ -321,6 +345,7 @@ def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: i
 
 
 def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
+    """Make the gate of a layer from a name, a class or function, or take a module as it is."""
     gate = find_gate(gate) if isinstance(gate, str) else gate
     if isinstance(gate, nn.Module):
         if getattr(gate, "tot_expert", layer.num_experts) != layer.num_experts:
@@ -330,7 +355,7 @@ def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
         return gate
     if not callable(gate):
         raise TypeError(f"gate must be a class, a callable, a module or a name, but got {gate!r}")
-    # gate_bias is for gates that take it: by name, or in the **kwargs of a NaiveGate
+    # Pass gate_bias only to gates that take it, by name or in the **kwargs of a NaiveGate: those of users may not.
     bound = gate.keywords if isinstance(gate, functools.partial) else {}
     maker = gate.func if isinstance(gate, functools.partial) else gate
     parameters = inspect.signature(maker).parameters.values()
@@ -341,15 +366,16 @@ def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
 
 
 def _make_experts(layer: FMoE, expert: ExpertMaker) -> SeparateExperts:
-    """Call expert, or each of its list; TypeError for what cannot be called with a width alone, or makes no module."""
+    """Call expert, or each of its list, with d_model; TypeError if it takes more, or makes no module."""
     way_out = "pass a function of the width, as lambda d_model: nn.Linear(d_model, d_model)"
     makers = [expert] * layer.num_local_experts if callable(expert) else expert
     for maker in makers:
         if isinstance(maker, nn.Module) or not callable(maker):
             raise TypeError(f"expert= is called to make each expert, but got {maker!r}: {way_out}")
+        # Try the call on the signature alone: a TypeError from inside the function must stay the user's own.
         try:
             signature = inspect.signature(maker)
-        except ValueError:  # of a builtin, which has none
+        except ValueError:  # a builtin has no signature
             continue
         try:
             signature.bind(layer.d_model)
@@ -381,7 +407,7 @@ def keywords_of(cls: type) -> list[str]:
     return sorted(names - {"self", "options", "kwargs"} | LayerOptions.__annotations__.keys())
 
 
-# What other libraries call it, where the letters lead astray.
+# {keyword of another library: ours}, where the nearest spelling would be none or a wrong one
 _OTHER_NAMES = MappingProxyType(
     {
         **dict.fromkeys(("embed_dim", "dim", "model_dim", "input_size"), "d_model"),

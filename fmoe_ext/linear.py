@@ -1,4 +1,8 @@
-"""FMoELinear: a linear map for each expert, applied to rows sorted by expert. WideLinear: the scores of a gate."""
+"""FMoELinear: a linear layer for each expert, over rows sorted by expert. WideLinear: the scores of a gate, in float32.
+
+Both are modules that are asked whether they must be called (NotesHooks): FusedExperts and gates compute with their
+weights directly, which is faster, unless a hook, an adapter or a replaced forward waits for the call.
+"""
 
 import contextlib
 import math
@@ -15,19 +19,20 @@ from fmoe_ext import ops
 from fmoe_ext._fastmoe_names import Alias
 from fmoe_ext.adapters import Lora, take
 
-# Between the seeds of neighbours: odd and without a pattern in its bits, so that no two layers share experts.
+# Distance between the seeds of neighbouring experts: odd and without a pattern in its bits (2^64 / golden ratio), so
+# that no two layers share experts.
 _NEXT_EXPERT = 0x9E3779B97F4A7C15
 
 
 def cumulative_ends(
     fwd_expert_count: torch.Tensor | Sequence[int], num_experts: int, device: torch.device
 ) -> torch.Tensor:
-    """Return offs [E] int32 on device for row counts [E], wherever those are."""
+    """Return offs [E] int32, the ends of the experts' rows, for row counts [E] on any device."""
     counts = torch.as_tensor(fwd_expert_count, device=device)
     if counts.shape != (num_experts,):
         raise ValueError(f"fwd_expert_count must have shape [{num_experts}], but got {list(counts.shape)}")
     counts = counts.to(device, torch.int32)
-    # Inductor of torch 2.13 makes int64 of the sums of one number.
+    # Inductor of torch 2.13 makes the cumsum of one number int64.
     return counts if num_experts == 1 else counts.cumsum(0, dtype=torch.int32)
 
 
@@ -60,7 +65,7 @@ def check_plain(weight: torch.Tensor) -> None:
         )
 
 
-_noted_casts: set[tuple[torch.dtype, torch.dtype]] = set()
+_noted_casts: set[tuple[torch.dtype, torch.dtype]] = set()  # (of tokens, of weights) that a warning has named
 
 
 def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
@@ -77,6 +82,7 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
             f"tokens are torch.float64, but the weights of their experts {weight.dtype}: give them "
             f"layer.double(), or tokens x.to({weight.dtype})"
         )
+    # nn.Linear refuses such tokens: say once what happens here
     pair = inp.dtype, weight.dtype
     if inp.dtype == weight.dtype:
         return inp
@@ -92,7 +98,10 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class NotesHooks(nn.Module):
-    """A module that knows whether it has hooks; PyTorch has no public way to ask."""
+    """A module that knows whether it has hooks; PyTorch has no public way to ask.
+
+    It keeps the handle of each hook that is registered, and asks the handle whether the hook is still there.
+    """
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         return self._note(super().register_forward_pre_hook(*args, **kwargs))
@@ -172,8 +181,8 @@ class FMoELinear(NotesHooks):
         params = [self.weight] if self.bias is None else [self.weight, self.bias]
         bound = 1 / math.sqrt(self.in_feat) if self.in_feat > 0 else 0.0
         if type(self.weight.data) is torch.Tensor:
-            # What an expert gets depends on the seed and on its number in the whole layer: not on how many of them are
-            # here, nor on PyTorch's generator, which is left alone. CPU and GPU draw different numbers.
+            # An expert's numbers depend on one seed and on its number in the whole layer: not on how many experts are
+            # here. Only the seed is drawn from PyTorch's generator. CPU and GPU draw different numbers.
             seed = int(torch.randint(2**62, (), device="cpu"))
             if self.weight.is_meta:
                 return
@@ -237,7 +246,7 @@ def with_adapter(
     """Add the adapter's part to y, the product of rows."""
     if adapter is None:
         return y
-    thin = ops.grouped_gemm(rows, adapter.a.to(y.dtype), offs) * adapter.scale
+    thin = ops.grouped_gemm(rows, adapter.a.to(y.dtype), offs) * adapter.scale  # [R, rank]
     return y + ops.grouped_gemm(thin, adapter.b.to(y.dtype), offs)
 
 
@@ -247,7 +256,7 @@ def _without_autocast(device_type: str) -> contextlib.AbstractContextManager[Any
 
 
 class _WideLinear(torch.autograd.Function):
-    """F.linear of wider copies, which backward makes again: kept are the tensors as they came."""
+    """F.linear of wider copies of its arguments; it keeps the arguments, and backward makes the copies again."""
 
     generate_vmap_rule = True
 
@@ -280,7 +289,7 @@ class _WideLinear(torch.autograd.Function):
 
 
 def other_device(inp: torch.Tensor, weight: torch.Tensor) -> str:
-    """Say that the tokens are elsewhere than the layer."""
+    """Return the text of the error for tokens on another device than the gate."""
     return (
         f"the tokens are on {inp.device}, but the gate's weight on {weight.device}: move the layer with "
         f"layer.to({str(inp.device)!r}), or the tokens with x.to({str(weight.device)!r})"
@@ -288,11 +297,11 @@ def other_device(inp: torch.Tensor, weight: torch.Tensor) -> str:
 
 
 def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """F.linear computed in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
+    """Compute F.linear in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
 
     inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of their dtypes and float32. Keeps inp and
-    weight as they are for backward. Raises RuntimeError for widths that differ, as F.linear does.
-    Under fmoe_ext.batch_invariant() computed by our own kernels, with wide copies kept for backward.
+    weight as they are for backward; inside fmoe_ext.batch_invariant(), where our own kernels compute it, wide copies.
+    Raises RuntimeError for widths that differ, as F.linear does.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
     if inp.device != weight.device:
@@ -311,7 +320,7 @@ def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | No
 
 
 def is_plain(*tensors: torch.Tensor | None) -> bool:
-    """Return whether all are float32 and nothing asks for more than F.linear: the usual case, found fast."""
+    """Return whether F.linear alone gives wide scores: all are float32, outside of autocast and batch_invariant()."""
     for t in tensors:
         if t is not None and t.dtype != torch.float32:
             return False
@@ -332,6 +341,6 @@ class WideLinear(NotesHooks, nn.Linear):
     def forward(self, inp: torch.Tensor) -> torch.Tensor:
         rows = inp if inp.dim() == 2 else inp.reshape(-1, inp.shape[-1])
         # a quantized subclass (torchao) does not multiply in other dtypes
-        is_quantized = type(self.weight).dequantize is not torch.Tensor.dequantize
+        is_quantized = type(self.weight).dequantize is not torch.Tensor.dequantize  # a class with its own
         out = wide_linear(rows, self.weight.dequantize() if is_quantized else self.weight, self.bias)
         return out if inp.dim() == 2 else out.view(*inp.shape[:-1], out.shape[-1])

@@ -8,13 +8,13 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 def fuse(model: Model, quantize: str | None = None) -> Model:
-    """Computes the adapters that PEFT put on expert weights as two thin products beside the frozen ones -> the model.
+    """Compute the adapters that PEFT put on expert weights as two thin products beside the frozen ones -> the model.
 
     model: with LoRA adapters by LoraConfig(target_parameters=[...]) on the experts of a Transformers model under
     experts_implementation="fmoe" (huggingface.use), or on an FMoE layer's htoh4.weight and h4toh.weight.
     Losses, gradients, names, files and PEFT's own functions (disable_adapter, merge_and_unload, save_pretrained) stay.
     PEFT alone adds scale * B @ A of all experts to the weight at every forward, and keeps the gradient of the sum.
-    Calling it again changes nothing; call it again after an adapter was added.
+    Call it again after an adapter was added; otherwise that changes nothing.
     quantize: "mxfp4", "int4" or "q4_k", the format of a stream()'s experts: the forward computes with W + scale * B @ A
     rounded to the values that the packed W can take, and gradients reach A and B as if it had not been rounded. Then
     `fmoe adapter merge --to packed --rounding nearest` writes a model that has the logits of that forward.
@@ -33,6 +33,7 @@ def fuse(model: Model, quantize: str | None = None) -> Model:
         >>> torch.allclose(model(x), expected, atol=1e-6)
         True
     """
+    # not at the top: PEFT is optional, and slow to import
     from fmoe_ext._require import require
 
     require("peft", "lora.fuse()")

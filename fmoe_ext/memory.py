@@ -1,4 +1,12 @@
-"""Bytes of memory: sizes as text, and what the machine and the memory cgroups leave this process."""
+"""Count bytes of memory: sizes as text ("8GiB"), and what the machine and the memory cgroups leave this process.
+
+A container's limit is not in /proc/meminfo but in a cgroup, whose files lie below a mount:
+    /proc/self/cgroup      the group of this process, as a path of the hierarchy     0::/jobs/17
+    /proc/self/mountinfo   where the hierarchy is mounted, and which part of it      / /sys/fs/cgroup ... cgroup2
+    <mount>/jobs/17/memory.max, memory.current, memory.stat; the groups above it have limits too
+
+Version 1 and 2 of cgroups name the files differently (GROUPS).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +26,8 @@ UNITS = MappingProxyType(
         **{f"{p}B": 1000**i for i, p in enumerate("KMGT", 1)},
     }
 )
-# {type of file system: (files with a limit, the file with the use, lines of memory.stat that the kernel takes back)}
+# {type of file system: (files with a limit, file with the use, lines of memory.stat about pages of files)}; the kernel
+# takes pages of files back when memory is short
 GROUPS = MappingProxyType(
     {
         "cgroup": (
@@ -47,15 +56,12 @@ class _Limit(NamedTuple):
 
 
 class Memory(NamedTuple):
-    """Bytes for a model. source: where "auto" found them, else empty; limit: the smallest one of this process.
-
-    free: bytes that all limits leave, 0 where there are none.
-    """
+    """Memory for a model."""
 
     num_bytes: int
-    source: str
-    limit: _Limit | None
-    free: int = 0
+    source: str  # where "auto" found them, for texts; else empty
+    limit: _Limit | None  # the smallest of this process
+    free: int = 0  # bytes that all limits leave, 0 if there are none
 
 
 def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
@@ -83,10 +89,10 @@ def bytes_of_text(memory: int | str) -> int:
 
 
 class Process(NamedTuple):
-    """Bytes of this process in memory. most: the largest number so far; files that it maps count."""
+    """Bytes of this process in memory; files that it maps count."""
 
     now: int
-    most: int
+    most: int  # so far
 
 
 def process(proc: str | Path = "/proc") -> Process | None:
@@ -128,14 +134,15 @@ def limits(proc: str | Path = "/proc") -> list[_Limit]:
         return []
     sizes = {name: int(size) * 1024 for name, size in re.findall(r"^(\w+): +(\d+) kB", text, re.MULTILINE)}
     total = sizes["MemTotal"]
-    available = sizes.get("MemAvailable", sizes["MemFree"])
+    available = sizes.get("MemAvailable", sizes["MemFree"])  # MemAvailable: since Linux 3.14
     found = [_Limit(proc / "meminfo", total, total - available)]
     for kind, folder in _groups(proc):
         names, usage, reclaimable = GROUPS[kind]
         for name in names:
             limit, used = _number(folder / name), _number(folder / usage)
+            # version 1 says a huge number for "no limit"
             if limit is not None and used is not None and limit < total:
-                # pages of files, which the kernel takes back when memory is short, do not count
+                # pages of files do not count as used
                 try:
                     lines = (folder / "memory.stat").read_text().splitlines()
                 except OSError:
@@ -151,11 +158,14 @@ def _groups(proc: Path) -> Iterator[tuple[str, Path]]:
         groups, mounts = (proc / "self/cgroup").read_text(), (proc / "self/mountinfo").read_text()
     except OSError:
         return
+    # 1. The group of this process: lines "number:controllers:path"; number 0 is version 2.
     own: dict[str, PurePosixPath] = {}
     for line in groups.splitlines():
         number, controllers, own_path = line.split(":", 2)
         if number == "0" or "memory" in controllers.split(","):
             own["cgroup2" if number == "0" else "cgroup"] = PurePosixPath(own_path)
+    # 2. Its folder: lines "id parent device root mount options ... - kind source options"; root is the path in the
+    # hierarchy that is mounted there.
     for line in mounts.splitlines():
         left, _, right = line.partition(" - ")
         root, mount = left.split(" ")[3:5]
@@ -163,8 +173,9 @@ def _groups(proc: Path) -> Iterator[tuple[str, Path]]:
         if kind not in own or (kind == "cgroup" and "memory" not in options.split(",")):
             continue
         path, top = own[kind], Path(mount)
-        # a container may see its own group as the root of the mount
+        # a container may see only its own group, mounted as the root, while the path is that of the host
         folder = top / path.relative_to(root) if path.is_relative_to(root) and ".." not in path.parts else top
+        # 3. And the groups above, whose limits hold for this process too.
         yield kind, folder
         while folder != top:
             folder = folder.parent

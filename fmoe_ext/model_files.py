@@ -1,4 +1,4 @@
-"""A model's files, opened and checked once: the one door of stream, prune, repack, info and whatever else reads models.
+"""Open and check a model's files once: the one door of stream, prune, repack, info and whatever else reads models.
 
     files = open_model("Qwen/Qwen3-30B-A3B")    a name in the hub's cache, a folder, a GGUF file, the first part of one
     files.config                                what Transformers computes
@@ -66,7 +66,8 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
     else:
         raise CheckpointError(f"{path} is no folder and no GGUF file: models are read from local files")
     depth = getattr(files.config.get_text_config(), "num_hidden_layers", 0)
-    if isinstance(depth, int) and depth > files.num_tensors:  # before a model of so many layers is made
+    # a damaged config.json must not make a model of a billion layers
+    if isinstance(depth, int) and depth > files.num_tensors:
         raise CheckpointError(
             f"{path}: config.json has {depth} layers, but there are only {files.num_tensors} tensors"
         )
@@ -75,7 +76,7 @@ def open_model(model: str | Path | ModelFiles, folders: Sequence[str | Path] = (
 
 
 def open_config(model: str | Path) -> Any:
-    """Read the configuration alone of what open_model() opens, for which a folder needs no weights, or of a JSON file.
+    """Read the configuration alone of a folder (which need not have weights), a name, a GGUF file, or a JSON file.
 
     Raises CheckpointError for what read_config() refuses, and for a GGUF file as open_model() does.
     """
@@ -86,11 +87,11 @@ def open_config(model: str | Path) -> Any:
 
 
 class ModelFiles(ABC):
-    """The files of a model."""
+    """The files of a model, of either kind: FolderModel or GgufModel."""
 
     path: Path  # the folder, or the file
     folder: Path  # where the configuration and the tokenizer are
-    config: Any  # of Transformers, as of plain weights
+    config: Any  # of Transformers, as if the weights were plain
     weights: list[Path]  # the files of the weights
     num_tensors: int
     formats: dict[str, int]  # {dtype or type of GGUF: bytes of its tensors}
@@ -163,6 +164,7 @@ class FolderModel(ModelFiles):
         layers: dict[str, Layer] = {}
         used: set[str] = set()  # tensors of experts
         for path, experts in experts_modules(model).items():
+            # GPT-OSS's own packed experts first; then those of the other methods, or plain ones, by their names
             found = mxfp4_layer(base, path)
             if found is None:
                 up, down = f"{path}.{up_of(experts)}", f"{path}.down_proj"
@@ -195,6 +197,7 @@ class GgufModel(ModelFiles):
         self.path, self.folder = file, file.parent
         self.file = gguf.open_gguf(file)
         self.experts = gguf.gguf_layers(self.file)
+        # config.json beside the file goes before the file's metadata, and must fit it
         with errors_of_transformers(self.folder):
             has_json = (self.folder / CONFIG).exists()
             count = len(self.file.tensors)
@@ -206,7 +209,8 @@ class GgufModel(ModelFiles):
         for tensor in self.file.tensors:
             self.formats[tensor.tensor_type.name] += tensor.n_bytes
         floats = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16}
-        counts = Counter({torch.bfloat16: 0})  # packed weights of any type count as one
+        # the dtype of most bytes; packed weights of any type count as bfloat16, to which they decode
+        counts = Counter({torch.bfloat16: 0})
         for name, num_bytes in self.formats.items():
             counts[floats.get(name, torch.bfloat16)] += num_bytes
         self.dtype = max(counts, key=lambda dtype: counts[dtype])
@@ -214,6 +218,7 @@ class GgufModel(ModelFiles):
     def of(self, model: nn.Module) -> ModelWeights:
         shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
         layers: dict[str, Layer] = {}
+        # GGUF has the experts by the number of the layer, Transformers by the path of the module
         for path in experts_modules(model):
             number = re.search(r"\.layers\.(\d+)\.", f".{path}.")
             layer = self.experts.get(int(number[1])) if number else None
@@ -235,6 +240,7 @@ def experts_modules(model: nn.Module) -> Mapping[str, Any]:
 
 def linear_layers(skeleton: Any) -> dict[str, nn.Linear]:
     """Return {name of the weight: layer} of the linear layers that may stay packed: all but gates and tied ones."""
+    # a parameter with several names is tied
     names: dict[int, list[str]] = {}
     for name, parameter in skeleton.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)

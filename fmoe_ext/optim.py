@@ -1,6 +1,10 @@
-"""Optimizers that know that a parameter may hold the matrices of many experts.
+"""Muon for parameters that hold the matrices of many experts: each matrix is orthogonalised by itself, all at once.
 
-Muon is torch.optim.Muon with every expert's matrix orthogonalised by itself, all at once.
+    momentum   buffer = m * buffer + (1 - m) * grad;  update = grad + m * (buffer - grad) with nesterov
+    direction  update [E, M, N] -> U V^T of each matrix (its singular values become 1), by Newton-Schulz iterations
+    step       weight -= lr * ratio(M, N) * direction, after weight decay
+
+torch.optim.Muon does the same for parameters of one matrix.
 """
 
 import math
@@ -75,20 +79,26 @@ class Muon(Optimizer):
         super().__init__(params, {**options, "adjust_lr_fn": adjust_lr_fn, "matrices": matrices})
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """As torch.optim.Optimizer's; ValueError for a shape or option that Muon cannot take."""
+        """Add a group as torch.optim.Optimizer does; ValueError for a shape or option that Muon cannot take."""
         super().add_param_group(param_group)
         group = self.param_groups[-1]
-        if group["adjust_lr_fn"] not in _ADJUSTMENTS:
-            raise ValueError(f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}")
-        for param in group["params"]:
-            _check(param, 1 if group["matrices"] is None else group["matrices"])
+        try:
+            if group["adjust_lr_fn"] not in _ADJUSTMENTS:
+                raise ValueError(
+                    f"adjust_lr_fn must be one of {_ADJUSTMENTS}, but got {group['adjust_lr_fn']!r}"
+                )
+            for param in group["params"]:
+                _check(param, 1 if group["matrices"] is None else group["matrices"])
+        except ValueError:
+            self.param_groups.pop()  # or the next step would take it
+            raise
         self._ask_layers()
 
     def _ask_layers(self) -> None:
-        """Note which parameters are of two matrices.
+        """Note which parameters hold two matrices.
 
-        A layer of fully_shard has its gathered parameters after a forward, which are others than this has: what it
-        said before counts on.
+        What a layer has said stays: after a forward, a layer of fully_shard may have its gathered parameters, which are
+        other objects than the optimizer's.
         """
         of_two = self.__dict__.setdefault("_of_two", set())  # a pickled optimizer has none
         of_two |= {id(weight) for weight in weights_of_two()} & {
@@ -115,9 +125,11 @@ class Muon(Optimizer):
         return loss
 
     def _update(self, param: Tensor, group: dict[str, Any], of_layer: int) -> None:
+        """Step one parameter. of_layer: how many matrices lie one below the other in it, as its layer says."""
         state = self.state[param]
         if "momentum_buffer" not in state:
             state["momentum_buffer"] = torch.zeros_like(param)
+        # of a DTensor this rank's shard, which has whole matrices (_check): nothing needs the other ranks
         tensors: Any = param, param.grad, state["momentum_buffer"]
         weight, grad, buffer = (x.to_local() if isinstance(x, DTensor) else x for x in tensors)
         buffer.lerp_(grad, 1 - group["momentum"])
@@ -125,6 +137,7 @@ class Muon(Optimizer):
         matrices = of_layer if group["matrices"] is None else group["matrices"]  # one below the other
         stack = update.reshape(-1, update.shape[-2] // matrices, update.shape[-1])
         stack = orthogonalize(stack, group["ns_coefficients"], group["ns_steps"], group["eps"])
+        # "match_rms_adamw" gives the update AdamW's RMS, so that lr and weight_decay tuned for AdamW can be used
         rows, columns = stack.shape[1:]
         ratio = math.sqrt(max(1, rows / columns))
         if group["adjust_lr_fn"] == "match_rms_adamw":
@@ -145,6 +158,8 @@ def orthogonalize(
 
     Equivalent to: U @ V^T of each matrix's singular value decomposition, roughly.
     """
+    # the iteration multiplies by x x^T, which is small if x is wide; and it needs singular values of at most 1, which a
+    # division by the Frobenius norm gives
     x = stack.bfloat16()
     if is_tall := x.shape[1] > x.shape[2]:
         x = x.mT
@@ -154,6 +169,7 @@ def orthogonalize(
 
 
 def _check(param: Tensor, matrices: int) -> None:
+    """Raise ValueError unless Muon can take a parameter of so many matrices, one below the other."""
     if param.dim() not in (2, 3) or not param.is_floating_point():
         raise ValueError(
             "Muon is for matrices [M, N] and stacks of them [E, M, N], but got a parameter "

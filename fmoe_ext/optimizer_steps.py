@@ -1,7 +1,12 @@
-"""Hooks of modules before and after an optimizer's step.
+"""Call modules before and after an optimizer's step: gates adjust biases, data parallelism ends its reduction.
 
-torch.optim has two global hooks for it, of which this file registers one each for all modules: a hook of their own that
-the garbage collector removed while torch walks over its hooks would end the step with an error.
+    follower.before(optimizer)          before step()
+    follower.after_closure(optimizer)   after each call of the closure of step(closure), which runs a backward
+    follower.after(optimizer)           after step()
+
+This file registers one hook of each kind with torch.optim for all modules. Hooks of the modules' own would be removed
+when these are garbage collected, which may happen while torch walks over its hooks, and would end the step with an
+error.
 """
 
 import inspect
@@ -20,7 +25,7 @@ from torch.optim.optimizer import (
 class _Follower(Protocol):
     """Called around the steps of every optimizer of torch.optim; it must not keep its module alive.
 
-    One that has after_closure(optimizer) is called after each call of a step's closure too.
+    after_closure(optimizer) is optional.
     """
 
     def before(self, optimizer: Optimizer) -> None: ...
@@ -37,7 +42,7 @@ def follow_optimizers(module: nn.Module, follower: _Follower) -> None:
 
 
 def has_a_parameter_of(optimizer: Optimizer, parameters: Iterable[nn.Parameter]) -> bool:
-    """True if the optimizer steps any of these parameters."""
+    """Return whether the optimizer steps any of these parameters."""
     wanted = {id(p) for p in parameters if p.requires_grad}
     groups = optimizer.param_groups
     return bool(wanted) and any(id(p) in wanted for group in groups for p in group["params"])
@@ -52,7 +57,7 @@ class _ActsAfterSteps(Protocol):
 
 
 class AfterOptimizerStep:
-    """Calls module.after_optimizer_step() once a step of any torch.optim optimizer that has a parameter of module.
+    """Calls module.after_optimizer_step() after each step of any torch.optim optimizer that has a parameter of module.
 
     An optimizer inside another's step (ZeroRedundancyOptimizer has one) counts as the outer one, so that ranks whose
     inner optimizers hold different parameters still act together.
@@ -60,6 +65,7 @@ class AfterOptimizerStep:
 
     def __init__(self, module: _ActsAfterSteps) -> None:
         self._module = weakref.ref(module)
+        # the outermost one that is inside step() and has a parameter of module
         self._stepping: weakref.ref[Optimizer] | None = None
 
     def before(self, optimizer: Optimizer) -> None:
@@ -78,7 +84,10 @@ class AfterOptimizerStep:
 
 
 def _is_running(optimizer: Optimizer | None) -> bool:
-    """False for an optimizer whose last step ended with an error, after which torch calls no hook."""
+    """Return whether the optimizer's step is on this thread's stack.
+
+    One whose last step ended with an error is not, though `after` was never called: torch calls no hook then.
+    """
     frame = inspect.currentframe()
     while optimizer is not None and frame is not None:
         if frame.f_locals.get("self") is optimizer:
@@ -88,7 +97,7 @@ def _is_running(optimizer: Optimizer | None) -> bool:
 
 
 def _makes_state_only(optimizer: Optimizer) -> bool:
-    """True where torch.distributed.checkpoint makes the state that it fills: the rate and all gradients are 0."""
+    """Return whether torch.distributed.checkpoint makes state to fill, by a step with rate 0 and gradients of 0."""
     if optimizer.state or any(float(group.get("lr", 1)) for group in optimizer.param_groups):
         return False
     grads = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
@@ -98,8 +107,10 @@ def _makes_state_only(optimizer: Optimizer) -> bool:
 def _before_step(
     optimizer: Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    # a list: the garbage collector may drop a follower meanwhile
     for follower in list(FOLLOWERS.values()):
         follower.before(optimizer)
+    # torch calls step() with the arguments that a hook returns: (optimizer, closure)
     if len(args) > 1 and callable(args[1]):
         return (args[0], _followed(optimizer, args[1]), *args[2:]), kwargs
     if callable(kwargs.get("closure")):
@@ -108,7 +119,7 @@ def _before_step(
 
 
 def _followed(optimizer: Optimizer, closure: Callable[[], Any]) -> Callable[[], Any]:
-    """A closure, whose backward runs in the step, with what belongs between the two."""
+    """Wrap a closure, whose backward runs inside the step, so that followers act after each call."""
 
     def run() -> Any:
         loss = closure()

@@ -1,12 +1,21 @@
-"""Matches a forward that activation checkpointing repeats in the backward with the original, whose routing it reuses.
+"""Match a forward that activation checkpointing repeats in the backward with its original, whose routing it reuses.
 
-A forward that runs inside a backward is a repetition: torch.utils.checkpoint (reentrant or not), Megatron-core,
-DeepSpeed and Transformers, which calls the former, all do it so. torch.utils.module_tracker.ModuleTracker says so in
-public. Of several forwards of a layer whose backward is still to come the repetition is the one whose input is nearest;
-of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it); of those,
-the last, for autograd goes backwards. On the CPU a backward repeats forwards on the thread that called it, which asks
-its own forwards first; those of a GPU are repeated on a thread of autograd, which asks those of all. docs/design.md
-says why no public interface gives an exact match.
+A checkpoint drops what a forward keeps and runs the forward again in the backward. The second one must make the choices
+of the first, though its input may differ in the last bits, and must not wait for other ranks. So each forward that may
+be repeated leaves a record (Forward): its choices, and what it got from other ranks.
+
+    forward     Forwards.begin() -> record -> Forwards.keep(): it lives as long as the graph of the output
+    repetition  Forwards.find()  -> the record, of the original that it is taken for
+
+A forward that runs inside a backward is a repetition: so it is with torch.utils.checkpoint (reentrant or not), which
+Transformers calls, with Megatron-core and with DeepSpeed. ModuleTracker of torch says in public that a backward runs;
+nothing public says which forward is repeated (docs/design.md lists what was tried). So, of the layer's records:
+    1. those of this thread: a backward on the CPU repeats forwards on the thread that called it. Those of a GPU are
+       repeated on a thread of autograd, which has none of its own and asks those of all;
+    2. the one whose input is nearest, by a sample of its numbers;
+    3. of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it);
+    4. of those, the one not repeated yet, then the last, for autograd goes backwards.
+
 A selective checkpoint compares the operators of both forwards, so that there a repetition computes everything again.
 """
 
@@ -27,11 +36,12 @@ from torch.utils.module_tracker import ModuleTracker
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
 from fmoe_ext.tokens import Batch, Nest, leaves_of
 
-_SAMPLE = 64  # numbers of the input that tell the forwards of a layer apart
-_MAX_DISTANCE = 0.4  # largest relative L1 distance of samples of the same input; two random inputs have 0.7
-_MAX_WITHOUT_GRAPH = 64  # forwards under no_grad of which each layer keeps the choices
+_SAMPLE = 64  # numbers of an input that are kept to know it by
+# relative L1 distance up to which two samples count as of one input; two random inputs have 0.7
+_MAX_DISTANCE = 0.4
+_MAX_WITHOUT_GRAPH = 64  # records of forwards under no_grad that a layer keeps of each thread
 
-
+# set on threads that compute for another one (pipeline/overlap.py)
 works_for: ContextVar[int] = ContextVar("the thread whose work this one does", default=0)
 
 
@@ -53,13 +63,14 @@ def _tracker() -> ModuleTracker:
 def can_be_repeated(without_graph: bool) -> bool:
     """Return whether activation checkpointing may repeat the forward that begins now.
 
-    With a graph: it runs under hooks for saved tensors, by which a checkpoint without reentrance drops and recomputes
-    them. Without a graph, as reentrant checkpoints and their like run a forward: without_graph.
+    With a graph: if it runs under hooks for saved tensors, by which a checkpoint without reentrance drops them. Without
+    a graph, as a reentrant checkpoint runs a forward: as the caller says, without_graph.
     """
     if torch.compiler.is_compiling():
         return False
     if not torch.is_grad_enabled():
         return without_graph
+    # the public way to ask: disabling hooks raises where there are some
     try:
         with torch.autograd.graph.disable_saved_tensors_hooks("only asks whether there are hooks"):
             return False
@@ -69,22 +80,23 @@ def can_be_repeated(without_graph: bool) -> bool:
 
 @dataclass(eq=False)
 class Forward:
-    """Decisions of one forward of a layer, for its repetition."""
+    """The record of one forward of a layer: its choices and messages, for its repetition."""
 
     num_tokens: int
     sample: torch.Tensor  # numbers of its input, to know it by
     generator: torch.Tensor  # the state of PyTorch's generator, to know it by
     batch: Batch
-    number: int = 0  # of the layer's forwards
+    number: int = 0  # of the layer's forwards, counted from 1
     selected: torch.Tensor | None = None  # [T, K] of a small dtype: choices before any drop; None: not yet
     kept: torch.Tensor | None = None  # [T, K]: those that were left
-    is_fused: bool = True  # the gate chose and weighed in one operator, which keeps other tensors than two
+    # the gate chose and weighed in one operator, which keeps other tensors than two operators
+    is_fused: bool = True
     microbatch: int | None = None  # its number where losses span several (gates.accumulation)
     way: Any = None  # the route of its tokens between ranks
     is_done: bool = False  # a repetition has found it
     messages: list[torch.Tensor] = field(default_factory=list)  # results of exchanges between ranks, in order
     num_replayed: int = 0  # how many of these the repetition has used
-    # groups of ranks of which one had no tokens, and so cannot match its forwards
+    # groups in which a rank had no tokens: without an input it cannot find its original, and exchanges again
     groups_with_empty_rank: set[str] = field(default_factory=set)
     thread: int = field(default_factory=current_thread)
     is_batch_invariant: bool = field(default_factory=is_batch_invariant)
@@ -102,21 +114,22 @@ class Forward:
     def choose(
         self, selected: torch.Tensor | None, kept: torch.Tensor, is_fused: bool, num_experts: int
     ) -> None:
+        """Keep the gate's choices, before any was dropped (None: as kept) and after."""
         self.kept = _compact(kept, num_experts)
         self.selected = self.kept if selected is None or selected is kept else _compact(selected, num_experts)
         self.is_fused = is_fused
 
 
 class Forwards:
-    """The forwards of one layer that may be repeated.
+    """The records of the forwards of one layer that may be repeated.
 
-    Those with a graph live as long as it does; those without, as a reentrant checkpoint runs them, until their thread's
-    first forward after their repetition (a checkpoint in a checkpoint repeats them twice), at most _MAX_WITHOUT_GRAPH
-    of a thread. Copies of a layer begin with none.
+    One with a graph lives as long as the graph. One without, as a reentrant checkpoint runs a forward, lives until its
+    thread's first forward after its repetition (a checkpoint in a checkpoint repeats it twice); there are at most
+    _MAX_WITHOUT_GRAPH of a thread. Copies of a layer begin with none.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # guards both lists
         self._with_graph: list[weakref.ref[Forward]] = []
         self._without: list[Forward] = []
         self._numbers = itertools.count(1)
@@ -125,15 +138,16 @@ class Forwards:
         return Forwards, ()
 
     def begin(self, first: torch.Tensor, batch: Batch) -> Forward:
-        """Begin a forward, not yet kept. first [T, *]: the first tensor of its input."""
+        """Make the record of a forward that begins, not yet kept. first [T, *]: the first tensor of its input."""
         state = _generator_state(first.device)
         return Forward(first.shape[0], _sample(first), state, batch, next(self._numbers))
 
     def find(self, first: torch.Tensor) -> Forward | None:
-        """Find the forward that this one repeats; None if it is not among those that were kept."""
+        """Find the record of the forward that this one repeats; None if none was kept."""
         with self._lock:
             alive = [forward for forward in (ref() for ref in self._with_graph) if forward is not None]
             same = [f for f in (*alive, *self._without) if f.num_tokens == first.shape[0]]
+        # this thread's own first; then all, as a thread of autograd has none
         thread = current_thread()
         own = [forward for forward in same if forward.thread == thread]
         found = _nearest(first, own) if own else None
@@ -144,12 +158,13 @@ class Forwards:
         return found
 
     def keep(self, forward: Forward, out: Nest, training: bool) -> None:
-        """Keep a forward as long as its output can be asked for gradients."""
+        """Keep a record as long as its output can be asked for gradients."""
+        # A forward outside of a backward: this thread's repetitions are over.
         if self._without:
             with self._lock:
                 self._without = [f for f in self._without if not f.is_done or f.thread != forward.thread]
         if not torch.is_grad_enabled():
-            # or its padding would not be known when it is repeated
+            # in evaluation only with padding, which would not be known when it is repeated
             if training or forward.batch.rows is not None:
                 with self._lock:
                     own = [f for f in self._without if f.thread == forward.thread]
@@ -157,6 +172,7 @@ class Forwards:
                         self._without.remove(own[0])
                     self._without.append(forward)
             return
+        # the graph's node holds the record, and we hold it weakly: it goes when the graph goes
         nodes = [leaf.grad_fn for leaf in leaves_of(out) if leaf.grad_fn is not None]
         for node in nodes[:1]:
             node.metadata["fmoe_ext.forward"] = forward
@@ -172,9 +188,9 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
-    """Find the forward of the input x, None if there is none; a backward in two parts repeats one forward twice."""
+    """Find the forward of the input x, None if none is near; a backward in two parts repeats one forward twice."""
     if len(forwards) == 1 and x.device.type != "cpu":
-        return forwards[0]  # to look at numbers would wait for the device
+        return forwards[0]  # comparing numbers would wait for the device
     state = _generator_state(x.device)
     # the relative L1 distance of each forward's sample to this one, in [0, 1]; non-finite values count as 0
     samples = (_sample(x), *(forward.sample for forward in forwards))
@@ -201,12 +217,13 @@ def _generator_state(device: torch.device) -> torch.Tensor:
 
 
 def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Copy choices to the smallest dtype that holds them."""
     dtype = torch.int16 if num_experts < 2**15 else torch.int32
     return topk_idx.detach().to(dtype)
 
 
 class Repeat:
-    """Tape of a gate while a forward is repeated."""
+    """The tape of a gate while a forward is repeated: it returns the original's choices (gates/base_gate.py)."""
 
     def __init__(self, selected: torch.Tensor, is_fused: bool):
         self.is_fused = is_fused

@@ -1,4 +1,10 @@
-"""Rows of a batch's choices, and the local moves between tokens and rows: permute_rows(), unpermute_rows()."""
+"""Move tokens to the rows of their experts and back, on one rank: permute_rows(), unpermute_rows().
+
+Here are also the types by which a layer and its dispatch talk, on one rank (dispatch.py) or many (ep/):
+
+    Dispatched    tokens on their way; a sequence of chunks, each some experts with all tokens that chose them
+    ExpertInput   the tokens of a chunk, once they are here
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -27,11 +33,12 @@ class ExpertInput:
     """Tokens that are where their experts compute, for the experts [first, end) of this rank."""
 
     x: Nest  # [N, *]
-    topk_idx: torch.Tensor  # [N, K], counted from first; -1 for no expert of these
+    topk_idx: torch.Tensor  # [N, K], experts counted from first; -1 for a choice of none of these
     topk_weights: torch.Tensor  # [N, K]
     first: int
     end: int
-    shadows: tuple[int, ...] = ()  # places of experts of any rank, which topk_idx numbers instead
+    # not empty: instead of [first, end), topk_idx numbers these experts of any rank, whose weights are fetched
+    shadows: tuple[int, ...] = ()
 
 
 class _Chunk(Protocol):
@@ -42,7 +49,7 @@ class _Chunk(Protocol):
         ...
 
     def give_back(self, results: Nest) -> None:
-        """Take results [N, *], what the experts made of the tokens, weighted and summed over K."""
+        """Take the results of the tokens [N, *], weighted and summed over K."""
         ...
 
 
@@ -83,7 +90,7 @@ def permute_rows(x: Nest, topk_idx: torch.Tensor, num_experts: int) -> tuple[Nes
 
 
 def unpermute_rows(y: Nest, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> Nest:
-    """Bring rows from their experts back to the tokens and sums them, weighted by topk_weights.
+    """Bring rows from their experts back to the tokens and sum them, weighted by topk_weights.
 
     y [R, *], or its first handle.offs[-1] rows, or a nest of such tensors; handle: from permute_rows(); topk_weights
     [T, K] floating, None for ones -> [T, *] in the same nest, summed in float32 or wider; dropped choices add nothing.
@@ -99,7 +106,7 @@ def unpermute_rows(y: Nest, handle: DispatchHandle, topk_weights: torch.Tensor |
     num_rows = handle.row_idx.shape[0]
 
     def leaf(y: torch.Tensor) -> torch.Tensor:
-        if y.shape[0] < num_rows:
+        if y.shape[0] < num_rows:  # without the rows of dropped choices, which come last
             y = F.pad(y, (0, 0) * (y.dim() - 1) + (0, num_rows - y.shape[0]))
         return per_row(ops.unpermute, y, handle.row_idx, handle.inverse, widen(topk_weights, y.dtype))
 

@@ -1,4 +1,10 @@
-"""Spread a layer's experts over the ranks of a group, and tag their parameters."""
+"""SpreadLayer: the base of FMoE that spreads a layer's experts over the ranks of a group, and tags its parameters.
+
+With E experts and W ranks, rank r keeps the experts [r * E / W, (r + 1) * E / W) of each parameter's first dimension.
+A tag, param.dp_comm, names the ranks that have copies of a parameter: DistributedGroupedDataParallel reduces its
+gradient over them. Experts get the tag that the user names, all that every token passes (gate, shared experts,
+projections) the tag "gate".
+"""
 
 from __future__ import annotations
 
@@ -20,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bool = False) -> None:
-    """Tag the parameters of module with the group that reduces their gradient: param.dp_comm = comm."""
+    """Tag the parameters of module with the name of the group that reduces their gradient: param.dp_comm = comm."""
     for param in module.parameters():
         if not (only_untagged and hasattr(param, "dp_comm")):
             setattr(param, "dp_comm", comm)  # noqa: B010 - an attribute that Parameter does not declare
@@ -29,21 +35,21 @@ def mark_module_parallel_comm(module: nn.Module, comm: str, *, only_untagged: bo
 class SpreadLayer(nn.Module):
     """A layer whose experts are on this rank, or spread over the ranks of a group."""
 
-    num_local_experts: int
-    num_experts: int
-    world_size: int
+    num_local_experts: int  # on this rank
+    num_experts: int  # of all ranks
+    world_size: int  # ranks that share the experts
     gate: Any
     experts: Any
     shared_experts: SharedExperts | None
     latent: LatentProjections | None
-    expert_parallel: ExpertParallel | None
-    expert_placement: torch.Tensor | None
-    _slices: SliceGroup | None
-    _expert_dp_comm: str | None
+    expert_parallel: ExpertParallel | None  # None: all experts are here
+    expert_placement: torch.Tensor | None  # [E] the expert at each place, once experts have moved; a buffer
+    _slices: SliceGroup | None  # ranks that share the rows of one input
+    _expert_dp_comm: str | None  # tag of the experts, once the parameters are tagged
 
     @property
     def moe_group(self) -> ProcessGroup | None:
-        """The process group that the experts are spread over, or None."""
+        """Process group that the experts are spread over, or None."""
         return None if self.expert_parallel is None else find_group(self.expert_parallel.group)
 
     @property
@@ -79,6 +85,7 @@ class SpreadLayer(nn.Module):
         Raises ValueError, and changes nothing, if the experts are spread already, the ranks do not divide them, or the
         gate must know its ranks when it is made.
         """
+        # 1. Checks, before anything is changed.
         size = size_of(group)
         if self.expert_parallel is not None:
             raise ValueError(f"the experts of {type(self).__name__} are spread over ranks already")
@@ -88,6 +95,7 @@ class SpreadLayer(nn.Module):
             )
         if isinstance(self.gate, BaseGate):
             self.gate.check_spread(size)
+        # 2. What the layer and its gate know of the ranks.
         num_local = self.num_experts // size
         self.expert_parallel = ExpertParallel(
             group, num_local, overlap_degree, max_rows_per_rank, exchange, wire
@@ -95,13 +103,14 @@ class SpreadLayer(nn.Module):
         self.num_local_experts, self.world_size = num_local, size
         self.gate.num_local_experts, self.gate.world_size = num_local, size
         self.share_gate(gate_group)
+        # 3. The experts: this rank's modules, or the rows [first, end) of each parameter.
         first, end = self.ep_rank * num_local, (self.ep_rank + 1) * num_local
         if isinstance(self.experts, nn.ModuleList):
             kept = list(self.experts)[first:end]
             del self.experts[: len(self.experts)]
             self.experts.extend(kept)
             return
-        for module in self.experts.modules():  # a row of each parameter is an expert's
+        for module in self.experts.modules():
             for name, p in module.named_parameters(recurse=False):
                 setattr(module, name, keep_rows(p, first, end))
             if isinstance(module, FMoELinear):
@@ -127,12 +136,12 @@ class SpreadLayer(nn.Module):
         self._mark_parameters(expert_dp_comm)
 
     def tag_new_parameters(self) -> None:
-        """Give parameters that came since (adapters in the experts, copies of them) the tags of those beside them."""
+        """Tag parameters that came since mark_parallel_comm() (adapters in the experts) as those beside them."""
         if self._expert_dp_comm is not None:
             self._mark_parameters(self._expert_dp_comm, only_untagged=True)
 
     def _mark_parameters(self, expert_dp_comm: str, only_untagged: bool = False) -> None:
-        # as with the gate, ranks of a slice group have parts of the gradient of what every token passes
+        # "gate" for all that every token passes: each rank of a slice group has a part of its gradient
         dense = [module for module in (self.gate, self.shared_experts, self.latent) if module is not None]
         for module, comm in ((self.experts, expert_dp_comm), *((module, "gate") for module in dense)):
             if module is not None:
@@ -157,6 +166,7 @@ def tag_adapters(module: Any) -> None:
             f"{type(module).__name__} has adapters of experts that are spread over ranks, and save_pretrained() would "
             "write those of one rank: call fmoe_ext.lora.fuse(model) before wrapping it"
         )
+    # the tag of the experts themselves
     comm = next((p.dp_comm for p in experts.parameters() if hasattr(p, "dp_comm")), "none")
     mark_module_parallel_comm(module, comm, only_untagged=True)
 
@@ -169,14 +179,14 @@ def keep_rows(param: nn.Parameter, first: int, end: int) -> nn.Parameter:
 
 
 def drop_wrapper_prefix(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Take the state dict of a layer that was wrapped for data parallelism."""
+    """Rename the keys of a layer that was wrapped for data parallelism (a hook of load_state_dict)."""
     wrapped = prefix + "module."
     for key in [key for key in state_dict if key.startswith(wrapped)]:
         state_dict[prefix + key.removeprefix(wrapped)] = state_dict.pop(key)
 
 
 def take_placement(module: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
-    """Note that experts are where the state dict has them; in order, if it says nothing."""
+    """Note which expert is at which place of a state dict; in order, if it says nothing (a hook of load_state_dict)."""
     key = prefix + "expert_placement"
     if key in state_dict:
         if module.expert_parallel is None:

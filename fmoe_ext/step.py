@@ -1,7 +1,11 @@
-"""One forward of a layer: begin() takes padding, slices and masks off its tokens, Step.end() puts them back.
+"""One forward of a layer: begin() takes padding and other slices off its tokens, Step.end() puts them back.
 
-It also knows whether activation checkpointing repeats an earlier forward, whose choices and exchanges it then reuses.
-Gates, experts and telemetry ask the step that runs: is_counted(), count_choices(), run_or_replay().
+    moe_inp -> Batch.take -> _Slices.cut -> gate, experts -> _fill_masked -> _Slices.join -> Batch.put_back
+               no padding    this rank's                     mask_dict       all slices      zeros for padding
+
+A step also knows whether activation checkpointing repeats an earlier forward (recompute.py), whose padding, choices
+and exchanges it then reuses. Gates, experts and telemetry do not get the step as an argument: they ask for the one that
+runs on their thread, by is_counted(), count_choices(), run_or_replay(). A compiled graph has no running step.
 """
 
 from __future__ import annotations
@@ -33,7 +37,7 @@ from fmoe_ext.tokens import (
 
 
 class _Slices(Protocol):
-    """Ranks with the same input; each computes a part of the rows (ep.ranks.SliceGroup)."""
+    """Ranks with the same input, of which each computes a part of the tokens (ep.ranks.SliceGroup)."""
 
     def cut(self, x: Nest) -> Nest: ...
 
@@ -62,17 +66,18 @@ class Step:
         self.forward = forward  # what a repetition reuses; None if nothing can repeat this forward
         self.is_repeated = is_repeated  # this forward is the repetition
         self.is_counted = is_counted  # its choices count for loads and biases
-        self.selected: torch.Tensor | None = None  # the gate's choices before any was dropped, if it says so
+        # the gate's choices before capacity dropped any, if it notes them
+        self.selected: torch.Tensor | None = None
         self.is_traced = is_traced  # part of a compiled graph
         self.is_selective = False  # inside a selective checkpoint, which names operators
-        self.before_exchange: list[torch.Tensor] = []  # what the ranks sum up before they exchange tokens
-        self._forwards: Forwards | None = None
+        self.before_exchange: list[torch.Tensor] = []  # of a graph: what the exchange has to wait for
+        self._forwards: Forwards | None = None  # where to keep this forward for its repetition
         self._slices: _Slices | None = None
-        self._mask: torch.Tensor | None = None
+        self._mask: torch.Tensor | None = None  # FMoE's mask of the tokens in x
         self._mask_dict: Mapping[int, Any] | None = None
-        self._block: Any = None
-        self._outer: Token[Step | None] | None = None
-        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # choices [T, K], of each expert [E]
+        self._block: Any = None  # batch_is() while the gate runs
+        self._outer: Token[Step | None] | None = None  # to reset _running to the step of a layer around this
+        self._counts: list[tuple[torch.Tensor, torch.Tensor]] = []  # (choices [T, K], of each expert [E])
 
     @property
     def first(self) -> torch.Tensor:
@@ -81,8 +86,9 @@ class Step:
         return x
 
     def __enter__(self) -> Step:
-        """Make this the step that gates and telemetry ask."""
+        """Make this the step that gates and telemetry ask, and its batch the current one."""
         self._outer = _running.set(self)
+        # without facts about the batch, and outside of blocks that have some, there is nothing to set
         if self.batch.num_tokens is not None or is_inside_a_block():
             self._block = batch_is(self.batch)
             self._block.__enter__()
@@ -107,7 +113,7 @@ class Step:
         return torch.where(_of_rows(mask, topk_idx) != 0, -1, topk_idx)
 
     def end(self, out: Nest, topk_weights: torch.Tensor, beside: Nest, training: bool) -> Nest:
-        """Complete out [T, *]: fill in masked tokens, add beside, join the slices, put padding back."""
+        """Complete out [T, *]: fill in masked tokens, add the shared experts' part, join slices, put padding back."""
         if self._mask is not None and self._mask_dict is not None:
             mask, mask_dict = self._mask, self._mask_dict
             out = map_structure(lambda leaf: _fill_masked(leaf, topk_weights, mask, mask_dict), out)
@@ -116,6 +122,7 @@ class Step:
         if self._slices is not None:
             out = self._slices.join(out)
         out = self.batch.put_back(out)
+        # last: the record of this forward lives as long as the graph node of its output
         if self.forward is not None and self._forwards is not None and self.is_counted:
             self._forwards.keep(self.forward, out, training)
         return out
@@ -125,10 +132,11 @@ class Step:
         return exchange() if self.forward is None else self.forward.run_or_replay(exchange)
 
     def exchange_counts(self, exchange: Callable[[], torch.Tensor], group: str) -> torch.Tensor:
-        """Call run_or_replay() for counts of rows; again on all ranks if one without tokens cannot know its original.
+        """Exchange counts of rows between the ranks of a group, given by its name; a repetition replays them.
 
-        group: the name of the ranks that exchange them.
+        A rank without tokens cannot find its original, and exchanges again. If the group has one, so do all others.
         """
+        # in the repetition every rank replays; where one could not, all exchange once more, to agree on its counts
         counts = self.run_or_replay(exchange)
         lost = self.forward is not None and self.is_repeated and group in self.forward.groups_with_empty_rank
         return exchange() if lost else counts
@@ -139,7 +147,7 @@ class Step:
             self.forward.groups_with_empty_rank.add(group)
 
     def count(self, topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-        """Count the choices of each expert [E]; the same tensor of choices is counted once. Not to be changed."""
+        """Count the choices of each expert [E]; the same tensor of choices is counted once. Do not write into it."""
         for counted, counts in self._counts:
             if counted is topk_idx:
                 return counts
@@ -151,6 +159,7 @@ class Step:
         self._counts.append((topk_idx, counts))
 
 
+# a context variable: threads that run one layer at the same time have a step each
 _running: ContextVar[Step | None] = ContextVar("the forward that runs", default=None)
 
 
@@ -170,6 +179,7 @@ def begin(
     gate_inp: Nest | None = None,
 ) -> Step:
     """Begin the step of a forward. moe_inp: a tensor [T, *] or a nest of them; other arguments: FMoE."""
+    # 1. Check the input: plain tensors of a floating dtype with one T. A single tensor, the usual case, is found fast.
     both = moe_inp if gate_inp is None else (moe_inp, gate_inp)
     if type(both) is torch.Tensor:
         leaves = [both]
@@ -183,6 +193,7 @@ def begin(
     num_tokens = _check(leaves)
     if gate_inp is not None:
         _check(leaves_of(gate_inp), "gate_inp")
+    # 2. Find out which tokens are real, and whether this forward repeats another; a compiled graph never does.
     if torch.compiler.is_compiling():
         if is_exporting():
             refuse_onnx()
@@ -193,6 +204,7 @@ def begin(
         if torch.jit.is_tracing():
             refuse_onnx()
         step = _find_or_begin(forwards, leaves[0], valid, training)
+    # 3. Take padding, then the other ranks' slices, off the tokens and off the mask.
     if step.batch.rows is not None:
         both = step.batch.take(both)
     if mask is not None:
@@ -205,7 +217,7 @@ def begin(
 
 
 def refuse_onnx() -> None:
-    """Raise RuntimeError in torch.onnx.export, with dynamo=True (torch.export) and False (torch.jit.trace)."""
+    """Raise RuntimeError inside torch.onnx.export, whether by torch.export (dynamo=True) or by torch.jit.trace."""
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(
             "ONNX has no operators for an FMoE layer: export the model with torch.export.export() and "
@@ -216,8 +228,9 @@ def refuse_onnx() -> None:
 def _find_or_begin(
     forwards: Forwards, first: torch.Tensor, valid: torch.Tensor | None, training: bool
 ) -> Step:
-    """Begin a step. A repeated forward has the padding, choices and exchanges of the original."""
+    """Begin a step: with the record of its original for a repetition, with a new record if it may be repeated."""
     repeats = is_repeated()
+    # a selective checkpoint compares the operators of both forwards: there a repetition computes everything again
     forward = forwards.find(first) if repeats and not is_selective() else None
     if forward is not None:
         return Step(forward.batch, forward, True, False)
@@ -239,6 +252,7 @@ def _find_or_begin(
 
 def _check(leaves: list[Any], name: str = "moe_inp") -> int:
     """Return T, the number of tokens of all leaves; ValueError if they differ, TypeError for integer tokens."""
+    # the usual case first, in little host time
     x = leaves[0] if len(leaves) == 1 else None
     if isinstance(x, torch.Tensor) and x.is_floating_point() and x.dim() > 0:
         return x.shape[0]
@@ -257,7 +271,7 @@ _uncounted: ContextVar[bool] = ContextVar("forwards only look ahead", default=Fa
 
 @contextmanager
 def uncounted() -> Iterator[None]:
-    """Let forwards in the block only look at what will come, and count for nothing."""
+    """Let forwards in the block count neither for loads nor for biases, as those that look ahead at microbatches."""
     token = _uncounted.set(True)
     try:
         yield
@@ -274,16 +288,16 @@ def is_counted() -> bool:
 
 
 def count_choices(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Count the choices of each expert [num_experts] int64, the same choices once a step. Not to be changed."""
+    """Count the choices of each expert [num_experts] int64, the same choices once a step. Do not write into it."""
     step = current_step()
     return ops.count_tokens(topk_idx, num_experts) if step is None else step.count(topk_idx, num_experts)
 
 
-_counting = threading.Lock()
+_counting = threading.Lock()  # of add_counts(): threads that run one layer add to the same counters
 
 
 def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
-    """Add counts to total; threads that count at the same time lose nothing."""
+    """Add counts to total, in place, also where threads add to the same total at the same time."""
     if torch.compiler.is_compiling():
         total.add_(counts)
         return
@@ -292,7 +306,7 @@ def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
 
 
 def note_selected(topk_idx: torch.Tensor) -> None:
-    """Keep the choices of a gate before any is dropped, for a repetition."""
+    """Keep the choices of a gate before capacity drops any, for a repetition."""
     step = current_step()
     if step is not None:
         step.selected = topk_idx
@@ -305,7 +319,10 @@ def run_or_replay(exchange: Callable[[], torch.Tensor]) -> torch.Tensor:
 
 
 def forward_of_layer(gate: object) -> Forward | None:
-    """Return the forward that a repetition reuses; RuntimeError if a checkpoint repeats a gate outside of a layer."""
+    """Return the record that this forward leaves, or finds if it is repeated; None if nothing can repeat it.
+
+    RuntimeError if a checkpoint repeats it and there is no record: a gate outside of a layer, a selective checkpoint.
+    """
     step = current_step()
     if step is not None:
         if step.forward is None and is_repeated():
@@ -326,6 +343,7 @@ def _fill_masked(
     out: torch.Tensor, topk_weights: torch.Tensor, mask: torch.Tensor, mask_dict: Mapping[int, Any]
 ) -> torch.Tensor:
     """Fill out [T, *] where mask (T entries) is a key of mask_dict: with its value (scalar, [*], [K, *]), weighted."""
+    # a filling counts as the result of each of the token's K choices, so that it is weighted as they are
     of_rows = _of_rows(mask, out)
     for value, filling in mask_dict.items():
         filling = torch.as_tensor(filling, dtype=topk_weights.dtype, device=out.device)

@@ -1,4 +1,7 @@
-"""For tests of layers, also your own: assert_close() against a float64 truth, and functions run on gloo processes."""
+"""Test layers, also your own: assert_close() against a float64 truth, run_distributed() on gloo processes.
+
+Whatever fails on a rank, the error has the text of every rank, and no process is left.
+"""
 
 import contextlib
 import gc
@@ -23,19 +26,19 @@ import torch.distributed as dist
 
 from fmoe_ext import _env
 
-GRACE = 5.0  # seconds that ranks have to say what they saw, once another has failed or the timeout has passed
+GRACE = 5.0  # seconds that ranks have left to report, once another has failed or the timeout has passed
 
 
 def devices() -> list[str]:
-    """Devices that tests run on: the CPU, and the first CUDA device where there is one."""
+    """List the devices that tests run on: the CPU, and the first CUDA device if there is one."""
     return ["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"]
 
 
 def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, name: str = "result") -> None:
-    """Checks |ours - truth| <= 2 * |plain - truth| + 2 * eps(dtype) * |truth|, in the norm and in the largest element.
+    """Check |ours - truth| <= 2 * |plain - truth| + 2 * eps(dtype) * |truth|, in the norm and in the largest element.
 
     ours and plain have the dtype under test (plain: the same formula in plain PyTorch), truth is float64.
-    The rule adapts to dtype and shape by itself; data movement is compared with torch.equal instead.
+    The bound follows dtype and shape by itself. Compare moved data with torch.equal instead.
 
     Example:
 
@@ -69,15 +72,15 @@ def assert_close(ours: torch.Tensor, truth: torch.Tensor, plain: torch.Tensor, n
 
 
 class DistributedError(AssertionError):
-    """Failures of the ranks of run_distributed(): every rank's traceback, exit or silence, in one text."""
+    """Ranks of run_distributed() failed; the text has each one's traceback, exit code or silence."""
 
 
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
-    """Calls fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
+    """Call fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
 
-    fn is a function of a module and args can be pickled. Raises DistributedError with the text of every rank
-    that failed, died or did not finish: a collective may take timeout seconds, and a rank a little longer than that.
-    No process is left in any case.
+    fn is a function of a module, and args and results can be pickled. timeout: seconds for a collective; a rank may
+    take GRACE longer. Raises DistributedError with the text of every rank that failed, died or did not finish. No
+    process is left in any case.
     """
     with DistributedPool(world_size) as pool:
         return pool.run(fn, *args, timeout=timeout)
@@ -108,7 +111,7 @@ class DistributedPool:
     def run(
         self, fn: Callable[..., Any], *args: Any, world_size: int | None = None, timeout: float = 120.0
     ) -> list[Any]:
-        """Calls fn(*args) on the first world_size processes -> the list of results by rank; see run_distributed."""
+        """Call fn(*args) on the first world_size processes -> the list of results by rank; see run_distributed."""
         world_size = world_size or self.world_size
         assert world_size <= self.world_size, (
             f"{world_size} ranks, but the pool has {self.world_size} processes"
@@ -121,9 +124,13 @@ class DistributedPool:
         ranks = self._processes[:world_size]
         with tempfile.TemporaryDirectory() as folder:
             job = (fn, args, world_size, str(Path(folder, "store")), timeout)
-            for rank, process in enumerate(ranks):
-                process.connection.send((rank, *job))
-            outcomes = _collect(ranks, time.monotonic() + timeout + GRACE)
+            try:
+                for rank, process in enumerate(ranks):
+                    process.connection.send((rank, *job))
+                outcomes = _collect(ranks, time.monotonic() + timeout + GRACE)
+            except BaseException:  # else the next run would take this one's results for its own
+                self._kill()
+                raise
         failures = {rank: text for rank, (ok, text) in outcomes.items() if not ok}
         if failures:
             self._kill()
@@ -131,7 +138,7 @@ class DistributedPool:
         return [outcomes[rank][1] for rank in range(world_size)]
 
     def _wait_until_ready(self, process: "_Process") -> None:
-        """Wait until the process has imported torch, so that no run is charged for it."""
+        """Wait until the process has begun, so that this does not count for the timeout of a run."""
         try:
             process.connection.recv()
         except EOFError:
@@ -142,7 +149,7 @@ class DistributedPool:
             ) from None
 
     def close(self) -> None:
-        """Ends the processes, which may clean up behind themselves for a few seconds."""
+        """End the processes, which have GRACE seconds to clean up."""
         for process in self._processes:
             with contextlib.suppress(OSError):  # it has ended already
                 process.connection.send(None)
@@ -159,6 +166,12 @@ class DistributedPool:
             self._folder.cleanup()
 
 
+# How a run goes:
+#   this process      the fork server                      a rank
+#   _start() -------> has imported torch; forks ---------> _serve(): says "ready", waits for a job
+#   run() -----------------(rank, fn, args, ...)---------> a fresh process group, fn(*args), a barrier
+#   _collect() <-----------(True, result) or (False, traceback)
+# A rank ends with its parent (_end_with_parent), and takes along all that it has started.
 @dataclass(frozen=True)
 class _Process:
     """A process of a pool, the leader of a process group, so that those which it started can be ended with it."""
@@ -175,7 +188,7 @@ class _Process:
 
 
 def _start(folder: str) -> _Process:
-    """A process with this one's environment, forked from a server that has imported torch once for all pools."""
+    """Start a process with this one's environment, forked from a server that has imported torch once for all pools."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload([__name__])
     ours, theirs = context.Pipe()
@@ -186,7 +199,7 @@ def _start(folder: str) -> _Process:
 
 
 def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool, Any]]:
-    """{rank: (True, result) or (False, text)} of all ranks; one that is silent at the deadline has failed."""
+    """Return {rank: (True, result) or (False, text)} of all ranks; one that is silent at the deadline has failed."""
     outcomes: dict[int, tuple[bool, Any]] = {}
     waiting = {process.connection: rank for rank, process in enumerate(ranks)}
     while waiting:
@@ -202,24 +215,28 @@ def _collect(ranks: Sequence[_Process], deadline: float) -> dict[int, tuple[bool
                 handle = ranks[rank].handle
                 handle.join()
                 outcomes[rank] = False, f"the process ended with exit code {handle.exitcode}"
+            # the others wait in vain for a rank that has failed
             if not outcomes[rank][0]:
                 deadline = min(deadline, time.monotonic() + GRACE)
     return outcomes
 
 
 def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> None:
+    """Run the jobs of a pool, as one of its ranks: the main function of a process."""
+    # 1. Set up: a process group of the system, the environment, folders, signals.
     os.setpgid(0, 0)
-    gc.freeze()  # what the server imported stays, and pages that are only read stay shared with it
-    _env.replace(environment)  # the server's is as old as the first pool
+    gc.freeze()  # collections skip what the server imported, so that its memory pages stay shared
+    _env.replace(environment)  # the server has the environment of the first pool
     tempfile.tempdir = folder
-    os.putenv("TMPDIR", folder)  # of the processes that this one starts
+    os.putenv("TMPDIR", folder)  # for the processes that this one starts
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C, and ends this process then
     with contextlib.suppress(AttributeError, OSError):  # Linux, where a sandbox allows it
-        # else gloo's thread preempts the one that its message is for, and spins
+        # with the usual policy gloo's thread preempts the one that waits for its message, and spins
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     threading.Thread(target=_end_with_parent, daemon=True).start()
     torch.set_num_threads(1)
     connection.send("ready")
+    # 2. Jobs, each with a fresh default group, until None comes.
     while (job := connection.recv()) is not None:
         rank, fn, args, world_size, store, timeout = job
         result: tuple[bool, Any]
@@ -232,20 +249,22 @@ def _serve(connection: Connection, folder: str, environment: dict[str, str]) -> 
                 timeout=timedelta(seconds=timeout),
             )
             result = True, fn(*args)
-            dist.barrier()  # a fast rank's leaving must not abort a slow one
+            dist.barrier()  # a fast rank that leaves would abort the collectives of a slow one
         except BaseException:
             result = False, traceback.format_exc()
         if dist.is_initialized():
             dist.destroy_process_group()
-        gc.collect()  # each group that is left in a cycle has a thread of gloo's, which wakes a hundred times a second
+        gc.collect()  # a group left in a cycle keeps a thread of gloo's, which wakes a hundred times a second
         connection.send(result)
+    # 3. End, at once if nothing is left to end: the interpreter would take a second.
     if not multiprocessing.active_children():
-        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # unlinks locks, tqdm's for one
-        os._exit(0)  # nothing to end: the interpreter would take a second
+        multiprocessing.util._run_finalizers()  # type: ignore[attr-defined]  # unlinks locks, as tqdm's
+        os._exit(0)
 
 
 def _end_with_parent() -> None:
+    """Wait for the end of the parent, then kill this process and those that it has started."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
-    os.killpg(0, signal.SIGKILL)  # with the processes that this one started
+    os.killpg(0, signal.SIGKILL)

@@ -1,7 +1,10 @@
-"""Real tokens of a batch and their sequences, for layers that an argument cannot reach.
+"""Tell the layers of a model about a batch where no argument reaches them: its real tokens, sequences, vocabulary ids.
 
-with valid_tokens(attention_mask), packed_sequences(cu_seqlens), token_ids(input_ids):
-    loss = model(batch)
+    with valid_tokens(attention_mask), packed_sequences(cu_seqlens), token_ids(input_ids):
+        loss = model(batch)
+
+A block adds its facts to the current Batch, which a layer reads when its forward begins. Here are also
+nests: lists, tuples and dicts of tensors, which gates and experts of users may take instead of a tensor.
 """
 
 from __future__ import annotations
@@ -23,12 +26,13 @@ Nest: TypeAlias = Any
 
 
 def map_structure(fn: Callable[..., Any], *trees: Nest) -> Nest:
-    """Call fn with corresponding tensors in equally shaped nests of lists, tuples and dicts."""
+    """Call fn with the corresponding tensors of nests of one structure -> a nest of the results."""
     first = trees[0]
     if isinstance(first, dict):
         return type(first)((key, map_structure(fn, *(tree[key] for tree in trees))) for key in first)
     if isinstance(first, (list, tuple)):
         mapped = [map_structure(fn, *parts) for parts in zip(*trees, strict=True)]
+        # a NamedTuple, which has _fields, takes its values apart
         return type(first)(*mapped) if hasattr(first, "_fields") else type(first)(mapped)
     return fn(*trees)
 
@@ -46,7 +50,7 @@ _NEST = "a nest of tensors needs an FMoE with a gate and experts of its own"
 
 
 def check_tensor(name: str, x: object) -> None:
-    """Raise TypeError for what is no plain tensor, with what to pass instead."""
+    """Raise TypeError unless x is a plain tensor, with what to pass instead."""
     if isinstance(x, PackedSequence):
         text = "a PackedSequence: call the layer on x.data, and put the result back with x._replace(data=...)"
     elif not isinstance(x, torch.Tensor):
@@ -68,10 +72,10 @@ def check_tensor(name: str, x: object) -> None:
 class Batch:
     """Facts about the tokens that reach a layer."""
 
-    num_tokens: int | None = None  # T; None where nobody said
-    rows: torch.Tensor | None = None  # [V] int64: the real ones, ascending; None for all
-    sequences: torch.Tensor | None = None  # [T] int64: the number of each token's sequence, where given
-    ids: torch.Tensor | None = None  # [T] int64: its number in the vocabulary, where given
+    num_tokens: int | None = None  # T; None if no block or argument says it
+    rows: torch.Tensor | None = None  # [V] int64: the real tokens, ascending; None for all
+    sequences: torch.Tensor | None = None  # [T] int64: the number of each token's sequence, if given
+    ids: torch.Tensor | None = None  # [T] int64: each token's number in the vocabulary, if given
 
     def check(self, num_tokens: int) -> None:
         """Raise ValueError for another number of tokens."""
@@ -108,10 +112,10 @@ def _put_rows(out: torch.Tensor, rows: torch.Tensor, num_tokens: int) -> torch.T
 
 
 class _PutBack(torch.autograd.Function):
-    """_put_rows, without a saved tensor.
+    """_put_rows as a node without a saved tensor (ctx.rows is not one).
 
-    A checkpoint repeats a forward when a saved tensor is first asked for. Here that would be earlier on ranks that have
-    padding than on those that have none, before the exchange of the gradients instead of after it.
+    A checkpoint repeats a forward when its first saved tensor is asked for. A saved one here would make ranks with
+    padding do so before the exchange of gradients, and ranks without padding after it.
     """
 
     generate_vmap_rule = True
@@ -131,21 +135,29 @@ class _PutBack(torch.autograd.Function):
         return _put_rows(tangent, ctx.rows, ctx.num_tokens)
 
 
-_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039  # frozen
+# The facts of the blocks are kept twice:
+#   _batch   a context variable: each thread (and async task) has its own
+#   _open    a plain object, for compiled graphs, which cannot read context variables: the block that was entered last
+#            on any thread. A graph checks when it runs that this was its own thread (_of_this_thread).
+# B039 is about mutable defaults, and a Batch is frozen.
+_batch: ContextVar[Batch] = ContextVar("the tokens that the layers get", default=Batch())  # noqa: B039
 
 
 class _Open:
-    """State that compiled graphs see, as they cannot read _batch: the block that was entered last on any thread."""
+    """The state that compiled graphs see: the block that was entered last on any thread."""
 
     def __init__(self) -> None:
-        # set here: a compiled graph that first sets an attribute is compiled again at its second call
+        # all are set here: a compiled graph that first sets an attribute is compiled again at its second call
         self.num_blocks = 0
-        self.batch, self.thread = _nothing  # thread: of the block, 0 for a block in the graph itself
-        self.blocks: list[_Block] = []  # that are open; they end in any order
+        # thread: the one that entered the block, 0 for a block inside the graph
+        self.batch, self.thread = _nothing
+        self.blocks: list[_Block] = []  # open ones; they end in any order
 
 
 @dataclass(frozen=True, eq=False)
 class _Block:
+    """A block that has been entered outside of compiled graphs."""
+
     batch: Batch
     thread: int
     token: Token[Batch]  # to reset _batch by
@@ -154,7 +166,7 @@ class _Block:
 
 _nothing = Batch(), 0
 _open = _Open()
-_lock = threading.Lock()
+_lock = threading.Lock()  # guards _open
 Outer: TypeAlias = "_Block | tuple[Batch, int]"
 
 
@@ -164,9 +176,10 @@ def is_inside_a_block() -> bool:
 
 
 def current_batch() -> Batch:
-    """Return the facts from valid_tokens() and packed_sequences() around this call."""
+    """Return the facts of the blocks around this call."""
     if not torch.compiler.is_compiling():
         return _batch.get()
+    # In a graph: those of _open, checked at each run to be of the thread that runs it.
     batch, thread = _open.batch, _open.thread
     if thread == 0:
         return batch
@@ -178,7 +191,7 @@ def current_batch() -> Batch:
 
 @torch.library.custom_op("fmoe_ext::of_this_thread", mutates_args=())
 def _of_this_thread(x: torch.Tensor, thread: int) -> torch.Tensor:
-    """Copy x, which a block of this thread knows; RuntimeError on another."""
+    """Copy x, a fact from a block of `thread`; RuntimeError on another thread. An operator: graphs call it as it is."""
     if threading.get_ident() != thread:
         raise RuntimeError(
             "a compiled layer runs while another thread is inside valid_tokens(), packed_sequences() or token_ids(), "
@@ -194,6 +207,7 @@ def _(x: torch.Tensor, thread: int) -> torch.Tensor:
 
 def enter(batch: Batch) -> Outer:
     """Make current_batch() this one -> what leave() needs."""
+    # inside a graph blocks end in order, so that the state before is enough
     if torch.compiler.is_compiling():
         outer = _open.batch, _open.thread
         _open.batch, _open.thread = batch, 0
@@ -219,7 +233,8 @@ def leave(outer: Outer) -> None:
         _open.num_blocks -= 1
         if was_last:
             batch, thread = outer.before
-            if thread and not any(block.batch is batch for block in _open.blocks):  # it has ended meanwhile
+            # the block before may have ended meanwhile; then graphs see the last one that is open
+            if thread and not any(block.batch is batch for block in _open.blocks):
                 last = _open.blocks[-1] if _open.blocks else None
                 batch, thread = _nothing if last is None else (last.batch, last.thread)
             _open.batch, _open.thread = batch, thread
@@ -244,6 +259,7 @@ def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
             "attention mask is valid = mask == 0"
         )
     batch.check(valid.numel())
+    # nonzero() waits for a GPU: the number of rows must be known on the host
     rows = valid.detach().flatten().nonzero().squeeze(1)
     all_valid = not torch.compiler.is_compiling() and rows.shape[0] == valid.numel()
     return replace(batch, num_tokens=valid.numel(), rows=None if all_valid else rows)
@@ -259,11 +275,11 @@ def with_ids(batch: Batch, ids: torch.Tensor) -> Batch:
 
 @contextmanager
 def valid_tokens(mask: torch.Tensor | None) -> Iterator[None]:
-    """Every FMoE layer that is called in the block takes the tokens with mask = 0 for padding, as with valid=mask.
+    """Make every FMoE layer that is called in the block take the tokens with mask = 0 for padding, as with valid=mask.
 
     mask: bool or 0 / 1, one entry a token in the order in which the layers get them, [T] or [B, S]; None for no
-    padding. One copy of the number of real tokens to the host for all layers. A forward that activation checkpointing
-    repeats later has the mask of the first one.
+    padding. The number of real tokens is copied to the host once for all layers. A forward that activation
+    checkpointing repeats later has the mask of the original.
 
     Example:
 
@@ -281,10 +297,10 @@ def valid_tokens(mask: torch.Tensor | None) -> Iterator[None]:
 
 @contextmanager
 def packed_sequences(cu_seqlens: torch.Tensor) -> Iterator[None]:
-    """Gates with a loss for each sequence take the sequences in the block to end at cu_seqlens.
+    """Tell gates with a loss for each sequence where the sequences end.
 
     cu_seqlens [B + 1]: 0 and the cumulative ends of the sequences among the T tokens that layers get, as
-    flash-attention has them; it takes the place of seq_len. Empty sequences count for nothing. Raises ValueError if
+    flash-attention has them; it replaces the gate's seq_len. Empty sequences count for nothing. Raises ValueError if
     it does not rise from 0.
 
     Example:
@@ -307,10 +323,10 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> Iterator[None]:
 
 @contextmanager
 def token_ids(ids: torch.Tensor) -> Iterator[None]:
-    """HashGates in the block choose by these numbers of the tokens.
+    """Make HashGates in the block choose by these ids of the tokens in the vocabulary.
 
     ids: integers, one entry a token in the order in which the layers get them, [T] or [B, S]. A forward that activation
-    checkpointing repeats later has the numbers of the first one. Raises TypeError for other dtypes.
+    checkpointing repeats later has the ids of the original. Raises TypeError for other dtypes.
 
     Example:
 

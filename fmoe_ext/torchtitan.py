@@ -1,4 +1,8 @@
-"""torchtitan's MoE layers with our dispatch and expert products, by `--override.imports`: routed_experts()."""
+"""Compute torchtitan's MoE layers with our dispatch and expert products, by `--override.imports`: routed_experts().
+
+torchtitan replaces the configuration of its RoutedExperts by ours, from which it then builds the layer. Suffixes of
+shapes are torchtitan's: B batch, L length, D width of a token, K choices, E experts, F width of an expert.
+"""
 # mypy: disable-error-code="misc, untyped-decorator"
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ class FMoERoutedExperts(RoutedExperts):
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """dtype: what SwiGLU experts compute in: "bfloat16", as torchtitan's do, or the dtype of the "input"."""
+        """dtype: what SwiGLU experts compute in, "bfloat16" as torchtitan's do, or "input": the dtype of the input."""
 
         dtype: str = "bfloat16"
 
@@ -47,7 +51,7 @@ class FMoERoutedExperts(RoutedExperts):
         self.expert_parallel: ExpertParallel | None = None
 
     def parallelize(self, parallel_dims: Any) -> None:
-        """Shard parameters as torchtitan does; fmoe_ext exchanges the tokens."""
+        """Shard the parameters as torchtitan does, and note the ranks between which fmoe_ext exchanges the tokens."""
         super().parallelize(parallel_dims)
         mesh = parallel_dims.get_optional_mesh("ep")
         if mesh is not None:
@@ -61,7 +65,7 @@ class FMoERoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """x [B, L, D], scores and ids [B, L, K], all local -> weighted sums of the experts [B, L, D]."""
+        """Compute x [B, L, D], scores and ids [B, L, K], all local tensors -> the experts' weighted sums [B, L, D]."""
         x = x_BLD.flatten(0, 1)
         ids, scores = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
         if self.dtype is not None and type(self.inner_experts) is GroupedExperts:
@@ -74,16 +78,19 @@ class FMoERoutedExperts(RoutedExperts):
         return out.to(x_BLD.dtype).view_as(x_BLD)
 
     def _compute(self, tokens: ExpertInput) -> Tensor:
+        """Compute this rank's experts on tokens that have come -> the weighted sum of each token's experts here."""
         experts, num_experts = self.inner_experts, tokens.end - tokens.first
         if type(experts) is not GroupedExperts:
             rows, handle = permute_rows(tokens.x, tokens.topk_idx, num_experts)
             y = experts(rows, handle.tokens_per_expert)
             out: Tensor = unpermute_rows(y, handle, tokens.topk_weights)
             return out
+        # this rank's shards, in the order gate, down, up
         weights: Any = experts.w1_EFD, experts.w2_EDF, experts.w3_EFD
         local = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
         gate, down, up = (p.to(tokens.x.dtype) for p in local)
         _, offs, row_idx, inverse = ops.sort_tokens(tokens.topk_idx, num_experts)
+        # [E, 2 F, D], as expert_mlp wants it; torchtitan keeps two parameters
         w1 = torch.cat([gate, up], dim=1)
         return ops.expert_mlp(
             tokens.x, row_idx, inverse, offs, w1, None, down, None, tokens.topk_weights,
@@ -93,10 +100,10 @@ class FMoERoutedExperts(RoutedExperts):
 
 @override(target=RoutedExperts.Config, exact=True, description="dispatch and experts of fmoe_ext")
 def routed_experts(config: RoutedExperts.Config, *, dtype: str = "bfloat16") -> FMoERoutedExperts.Config:
-    """The override for torchtitan's --override.imports; dtype: see FMoERoutedExperts.Config.
+    """Make our configuration from torchtitan's, as an override for its --override.imports.
 
-    Raises ValueError for a token dispatcher with options that fmoe_ext does not have (DeepEP, HybridEP, padding for
-    float8).
+    dtype: see FMoERoutedExperts.Config. Raises ValueError for a token dispatcher with options that fmoe_ext does not
+    have (DeepEP, HybridEP, padding for float8).
     """
     dispatcher = config.token_dispatcher
     if type(dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):

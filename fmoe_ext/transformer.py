@@ -1,4 +1,4 @@
-"""FMoETransformerMLP: a Mixture-of-Experts layer that replaces a transformer's MLP."""
+"""FMoETransformerMLP: FMoE with FusedExperts, which replaces a transformer's MLP; what most users and fmoefy() make."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict
@@ -94,16 +94,17 @@ class FMoETransformerMLP(FMoE):
         if d_model is None:
             name, unknown = type(self).__name__, [n for n in options if n not in MLPOptions.__annotations__]
             needed = f"{name} needs d_model, the width of a token: {name}(num_experts=8, d_model=512, d_hidden=1024)"
-            raise TypeError(
-                unknown_keywords(type(self), unknown) if unknown else needed
-            )  # it may be misspelt
+            # a keyword that nobody knows is d_model, misspelt
+            raise TypeError(unknown_keywords(type(self), unknown) if unknown else needed)
         check_sizes(d_model=d_model, **({} if num_expert is None else {"num_expert": num_expert}))
         d_hidden = 4 * d_model if d_hidden is None else d_hidden
         check_sizes(d_hidden=d_hidden)
+        # expert= is left out, so that FMoE makes no experts
         factory: dict[str, Any] = {name: options.get(name) for name in ("device", "dtype")}
         counts: dict[str, Any] = {"num_expert": num_expert, "num_experts": num_experts}
         super().__init__(d_model=d_model, top_k=top_k, gate=gate, parallel=parallel, **counts, **options)
         self.d_hidden = d_hidden
+        # gate and shared experts keep d_model, the experts get latent_size
         if latent_size is not None:
             check_sizes(latent_size=latent_size)
             if self.mask is not None:
@@ -128,12 +129,13 @@ class FMoETransformerMLP(FMoE):
             raise ValueError(
                 "shared_expert_gate=True needs shared_expert_hidden, the width of the shared experts"
             )
+        # last: it tags all parameters that are there
         self.mark_parallel_comm(expert_dp_comm)
 
     def forward(
         self, inp: torch.Tensor, valid: torch.Tensor | None = None, gate_inp: torch.Tensor | None = None
     ) -> torch.Tensor:
-        """inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension.
+        """Compute inp [..., d_model] -> [..., d_model], without residual; ValueError for another last dimension.
 
         valid [...]: the tokens that are not padding. gate_inp [..., d_model]: what the gate sees (FMoE.forward).
         """
@@ -144,7 +146,7 @@ class FMoETransformerMLP(FMoE):
                 raise ValueError(
                     f"{name} must have shape [..., d_model={self.d_model}], but got {list(x.shape)}"
                 )
-        # a view of a matrix too, so that gate and experts sum their gradients before a residual joins them
+        # reshape also what is a matrix: at its node the gradients of gate and experts are summed, before a residual's
         of_gate = None if gate_inp is None else gate_inp.reshape(-1, gate_inp.shape[-1])
         out = super().forward(inp.reshape(-1, self.d_model), valid, of_gate)
         return out if inp.dim() == 2 else out.reshape(inp.shape)

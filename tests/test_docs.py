@@ -61,9 +61,7 @@ def test_tutorial_of_processes_refuses_ranks_that_do_not_divide_the_experts(clea
     names = {"__name__": "experts"}
     run_python(next(code for _, code, _ in blocks(page) if code.startswith("# experts.py")), page, 1, names)
     group = types.SimpleNamespace(size=lambda: 3)
-    with pytest.raises(
-        ValueError, match="num_experts=8 is the number of experts of all ranks, which the 3 ranks"
-    ):
+    with pytest.raises(ValueError, match=r"num_experts=8 .* it must be a multiple of the 3 ranks"):
         names["make_model"](types.SimpleNamespace(ep=group, world=group))
 
 

@@ -287,9 +287,9 @@ def test_number_of_experts_is_given_in_all_or_for_a_rank(cls):
         layer = cls(**given, d_model=D, top_k=1)
         assert (layer.num_experts, layer.num_local_experts) == (6, 6)
     assert cls(d_model=D).num_experts == 32
-    with pytest.raises(ValueError, match=r"num_experts=6 \(of all ranks\) and num_expert=6 \(of each\)"):
+    with pytest.raises(ValueError, match=r"num_experts=6 .* and num_expert=6 .* say the same thing"):
         cls(num_experts=6, num_expert=6, d_model=D)
-    with pytest.raises(ValueError, match=r"num_experts=7 is the number .* the 2 ranks of world_size must"):
+    with pytest.raises(ValueError, match=r"num_experts=7 .* must be a multiple of the 2 ranks"):
         cls(num_experts=7, world_size=2, d_model=D)
     with pytest.raises(ValueError, match="num_experts must be at least 1, but got 0"):
         cls(num_experts=0, d_model=D)

@@ -1,9 +1,9 @@
-"""Gradient clipping across groups.
+"""Clip gradients whose parameters have copies on different groups of ranks.
 
-The p-th power of a p-norm is a sum over parameters. A rank adds its own, each divided by the number of ranks
-that add it too, so that the sum over ranks counts every parameter of the job once. The largest norm (inf)
-needs no division. The sum is in float64, norms of one gradient in float32 at least, since squares overflow 16
-bits.
+    norm^p = sum over ranks, over the rank's parameters, of |grad|^p / (ranks that have a copy)
+
+so that the sum counts every parameter of the job once. The largest norm (p = inf) needs no division. The sum is in
+float64, the norm of one gradient in float32 at least, since squares overflow 16 bits.
 """
 
 from collections.abc import Sequence
@@ -43,6 +43,7 @@ def clip_grad_norm_(
     if not isinstance(module, DistributedGroupedDataParallel):
         raise TypeError(f"module must be a DistributedGroupedDataParallel, but got {type(module).__name__}")
     module.finish_reduction()
+    # Each gradient with the number of ranks of dp_group, over which the sum goes, that have a copy of it.
     dp_group = module.groups["dp"]
     dp_ranks = set(dist.get_process_group_ranks(dp_group))
     counted: list[tuple[torch.Tensor, int]] = []
@@ -65,14 +66,15 @@ def norm_over(
     groups: Sequence[dist.ProcessGroup],
     device: torch.device,
 ) -> torch.Tensor:
-    """Compute the norm of gradients over ranks: counted has each with the number of ranks that count it.
+    """Compute the norm of gradients over ranks. counted: (gradient, ranks that count it); a DTensor counts whole.
 
-    A DTensor counts whole. groups: together all ranks, one after the other; all of them call it, also those without
-    gradients.
+    groups: the sum goes over these, one after the other; together they span all ranks, and all of them call this, also
+    those without gradients.
     """
     norm_type, is_max = float(norm_type), norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, copies in counted:
+        # full_tensor() of a DTensor's norm is a collective call of the ranks that have its shards
         dtype = torch.float64 if grad.dtype == torch.float64 else torch.float32
         norm = torch.linalg.vector_norm(grad, norm_type, dtype=dtype)
         norm = (norm.full_tensor() if is_dtensor(norm) else norm).double()
@@ -85,7 +87,7 @@ def norm_over(
 
 def scale_to_norm(grads: Sequence[torch.Tensor], total: torch.Tensor, max_norm: float) -> None:
     """Scale gradients whose norm is total so that it becomes at most max_norm."""
-    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)
+    scale = (max_norm / (total + 1e-6)).clamp(max=1.0)  # as torch.nn.utils.clip_grad_norm_
     for grad in grads:
         local = grad.to_local() if is_dtensor(grad) else grad
         local.mul_(scale.to(local.dtype))

@@ -1,20 +1,25 @@
 """DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own.
 
-A parameter's tag names the ranks that hold copies of it, over which its gradient is reduced. Gradients of one
-tag travel in buckets, because a message costs a latency. Buckets are filled in the order in which a backward is
-expected to compute gradients, the last layer's first. While backward runs, a hook of each parameter counts its
-bucket down; a bucket that is full is started, but only after all before it, so that all ranks start the same
-reductions in the same order, whatever order their gradients come in. What no gradient completes is reduced
-before the optimizer's step, or by allreduce_params().
+A parameter's tag names the ranks that hold copies of it, over which its gradient is reduced.
 
-A parameter that got no gradient on this rank counts as zero; one that no rank had a gradient for keeps None,
-which optimizers skip. To tell them apart, each message ends in one number a parameter: how many ranks had it
-(times some scale).
+Buckets. Gradients of one tag and dtype travel together, because a message costs a latency. Buckets are filled in the
+order in which a backward is expected to compute gradients, the last layer's first:
+    layer 1   layer 2   layer 3        buckets in the order of their start
+    p1 p2     p3 p4     p5 p6    ->    0: [p6 p5 p4]   1: [p3 p2 p1]
+While backward runs, a hook of each parameter counts its bucket down. A complete bucket is started, but only after all
+before it: so all ranks start the same reductions in the same order, whatever order their gradients come in. Buckets
+that stay incomplete are reduced before the optimizer's step, or by allreduce_params().
 
-A gradient is scaled before its mean over n ranks by n / (size of dp_group), because the loss of the job is
-the mean of the losses of dp_group, and the rows of an expert come from all of them. Tags may change between
-steps: the next forward or reduction looks, makes the buckets anew, and refuses a change that would leave a
-gradient at the scale of its old tag.
+Absent gradients. A parameter that got no gradient on this rank counts as zero; one that no rank had a gradient for
+keeps None, which optimizers skip. To tell them apart, each message ends in one number a parameter, which is not zero
+if any rank had its gradient:
+    [ gradient of p6 | gradient of p5 | gradient of p4 | 1 1 0 ]
+
+Scale. A gradient is multiplied by n / (size of dp_group) before its mean over n ranks, because the loss of the job is
+the mean of the losses of dp_group, and the rows of an expert come from all of them.
+
+Tags may change between steps: the next forward or reduction notices, makes the buckets anew, and refuses a change that
+would leave a gradient at the scale of its old tag.
 """
 
 import weakref
@@ -47,7 +52,7 @@ class _Handle(Protocol):
 class _Bucket:
     """Parameters of one tag and dtype, whose gradients travel in one message.
 
-    Without a group nothing travels, and the bucket only knows when its gradients have come.
+    Without a group (tag "none") nothing travels, and the bucket only counts its gradients.
     """
 
     def __init__(self, params: list[nn.Parameter], group: dist.ProcessGroup | None) -> None:
@@ -59,6 +64,7 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self, divide: bool, fp32: bool) -> None:
+        """Copy the gradients into a message and start its sum over the group; divide it by the group's size before."""
         if self.group is None:
             return
         dtype = torch.float32 if fp32 else self.params[0].dtype
@@ -80,6 +86,7 @@ class _Bucket:
 
     @torch.no_grad()
     def finish(self, divide: bool) -> None:
+        """Wait for the sum and copy it back to the gradients; divide it by the group's size after."""
         self.missing = set(self.params)
         if self._work is None or self._flat is None:
             return
@@ -90,6 +97,7 @@ class _Bucket:
         for i, (p, grad) in enumerate(zip(self.params, grads, strict=True)):
             if p.grad is not None:
                 p.grad.copy_(grad.view_as(p))
+            # another rank had a gradient; this waits for the device, so that it is asked only where ours is absent
             elif present[i] != 0:
                 p.grad = grad.view_as(p).to(p.dtype, copy=True)
         self._flat = self._work = None
@@ -99,12 +107,12 @@ class _Bucket:
 
 
 class _Tags:
-    """The tags that the parameters of a module had when it was read."""
+    """The tags that a module's trained parameters had when they were last read."""
 
     def __init__(
         self, module: nn.Module, groups: Mapping[str, dist.ProcessGroup], sharded: frozenset[str]
     ) -> None:
-        # sharded: names of the parameters that others reduce: DTensors, except while they are gathered
+        # sharded: names of parameters that FSDP reduces; while it has them gathered they are no DTensors
         self._module, self._sharded = module, sharded
         self.params: dict[str, list[nn.Parameter]] = {}  # {tag: those that are trained}
         for name, p in self._trained():
@@ -121,21 +129,27 @@ class _Tags:
         return any(tag_of(p) != self._tags.get(p) for _, p in self._trained())
 
     def _trained(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that are trained and reduced here."""
         for name, p in self._module.named_parameters():
             if p.requires_grad and not is_dtensor(p) and name not in self._sharded:
                 yield name, p
 
     def check_change(self, under_way: bool, factor: _Factor | None) -> None:
-        """Raise RuntimeError for a gradient that is there, on its way or of another scale, under another tag."""
+        """Raise RuntimeError if a changed tag would give a gradient that has come already a wrong scale.
+
+        under_way: some gradients of this backward have come. factor: the scale of a gradient under a tag, if any.
+        """
         for name, p in self._trained():
             old = self._tags.get(p)
             if p.grad is None or old == tag_of(p):
                 continue
+            # newly trained: no hook has scaled its gradient
             if old is None and factor is not None and factor(p, tag_of(p)) != 1:
                 raise RuntimeError(
                     f"parameter {name!r} is trained since the last forward, and its gradient has come: call the "
                     "wrapper's forward before it comes, not that of the module inside"
                 )
+            # tagged anew: its gradient has the scale of the old tag, or is in a message of it
             if old is not None and (
                 under_way or (factor is not None and factor(p, old) != factor(p, tag_of(p)))
             ):
@@ -203,15 +217,17 @@ class DistributedGroupedDataParallel(nn.Module):
         super().__init__()
         if expert_grads not in ("mean", "sum"):
             raise ValueError(f'expert_grads must be "mean" or "sum", but got {expert_grads!r}')
+        # 1. Tag first what layers got after they were made, as adapters: from here on tags are read.
         for name, child in module.named_modules():
             if isinstance(child, FMoE):
-                child.tag_new_parameters()  # what layers got after they were made
+                child.tag_new_parameters()
             tag_adapters(child)
             if isinstance(child, FMoELinear) and child.gradient_accumulation_fusion:
                 raise ValueError(
                     f"{name} has gradient_accumulation_fusion=True, but DistributedGroupedDataParallel reduces "
                     "weight.grad, not weight.main_grad: use Megatron-core's DistributedDataParallel, or pass False"
                 )
+        # 2. Groups, buckets and hooks.
         self.module = module
         self.auto_allreduce = auto_allreduce
         self.broadcast_buffers = broadcast_buffers
@@ -228,7 +244,8 @@ class DistributedGroupedDataParallel(nn.Module):
         self._sharded = frozenset(name for name, p in module.named_parameters() if is_dtensor(p))
         self._follow_tags()
         weakref.finalize(self, _remove_all, self._hooks)  # the module inside may outlive its wrapper
-        for tag, group in self.groups.items():  # before a broadcast of other shapes would hang
+        # 3. All ranks of a group must have the same parameters, in one order, or a broadcast or reduction would hang.
+        for tag, group in self.groups.items():
             check_same(
                 f"parameters tagged {tag!r}",
                 [
@@ -238,16 +255,18 @@ class DistributedGroupedDataParallel(nn.Module):
                 ],
                 group,
             )
+        # 4. All copies begin with the values of the group's first rank.
         if need_sync:
             for tag, group in self.groups.items():
                 copies = [p for p in module.parameters() if tag_of(p) == tag and not is_dtensor(p)]
                 self._broadcast([p.detach() for p in copies], group)
             self._broadcast(list(module.buffers()), self.groups["dp"])
 
+        # 5. A state dict of the module inside, whose keys lack "module.", loads too.
         def accept_bare_keys(module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
             own = [key for key in state_dict if key.startswith(prefix)]
             if not any(key.startswith(f"{prefix}module.") for key in own):
-                for key in own:  # of the module inside, which lack "module."
+                for key in own:
                     state_dict[f"{prefix}module.{key.removeprefix(prefix)}"] = state_dict.pop(key)
 
         self.register_load_state_dict_pre_hook(accept_bare_keys)
@@ -257,6 +276,7 @@ class DistributedGroupedDataParallel(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         if self.broadcast_buffers and self.training and not self._accumulates:
             self._broadcast(list(self.module.buffers()), self.groups["dp"])
+        # buckets and hooks must be those of this forward's tags before its backward
         if self._tags.have_changed():
             self._retag()
         if self.training:
@@ -272,7 +292,7 @@ class DistributedGroupedDataParallel(nn.Module):
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Inside, backward only accumulates; the next backward outside reduces the sum."""
+        """Let backwards inside the block only accumulate gradients; the next backward outside reduces the sum."""
         before, self._sync = self._sync, False
         try:
             yield
@@ -282,13 +302,14 @@ class DistributedGroupedDataParallel(nn.Module):
     def allreduce_params(
         self, no_scale: bool = False, reduce_after: bool = False, fp32_allreduce: bool = False
     ) -> None:
-        """End the reduction of all gradients, or does it now; FastMoE's allreduce_gradients.
+        """Reduce all gradients, or end the reduction that has begun; FastMoE's allreduce_gradients.
 
         Gradients are divided by the size of their group before the sum, or after it (reduce_after), or not (no_scale);
-        fp32_allreduce sums in float32.
+        fp32_allreduce sums in float32. Buckets that a backward has started keep the way in which they were started.
         """
         if self._tags.have_changed():
             self._retag()
+        # The hooks have started the first _num_started buckets; start the others, then wait for all.
         for bucket in self._buckets[self._num_started :]:
             bucket.start(not (no_scale or reduce_after), fp32_allreduce or self.fp32_allreduce)
         for i, bucket in enumerate(self._buckets):
@@ -297,6 +318,7 @@ class DistributedGroupedDataParallel(nn.Module):
         self._reduction_due = self._accumulates = False
         if not self.share_overflow:
             return
+        # Experts' gradients are not reduced over all ranks: tell all of them whether any rank's is not finite.
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         grads = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
         grads = [grad for grad in grads if grad.numel() > 0]
@@ -306,7 +328,8 @@ class DistributedGroupedDataParallel(nn.Module):
             for grad in grads:
                 poison += grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) * 0
             dist.all_reduce(poison, group=self.groups["dp"])
-            for grad in grads:  # each optimizer skips by the gradients that it has
+            # into each gradient, since each optimizer's GradScaler looks only at the gradients of that optimizer
+            for grad in grads:
                 grad[(0,) * grad.dim()].add_(poison)
 
     allreduce_gradients = allreduce_params
@@ -320,12 +343,11 @@ class DistributedGroupedDataParallel(nn.Module):
         """Make buckets and hooks for the tags that the parameters have now."""
         self._tags = _Tags(self.module, self.groups, self._sharded)
         self.tagged = self._tags.params
+        # 1. Buckets. "none" last: its buckets reduce nothing, and those before need not wait for its gradients.
         self._buckets: list[_Bucket] = []
-        # "none" last: its buckets reduce nothing, and those before need not wait for its gradients
         for tag, params in sorted(self.tagged.items(), key=lambda item: item[0] == "none"):
-            filling: dict[
-                torch.dtype, tuple[list[nn.Parameter], int]
-            ] = {}  # the last bucket of each dtype, its bytes
+            # the last bucket of each dtype, and its bytes
+            filling: dict[torch.dtype, tuple[list[nn.Parameter], int]] = {}
             lists: list[list[nn.Parameter]] = []
             for p in reversed(params):  # the last layer's gradients come first
                 bucket, size = filling.get(p.dtype, ([], 0))
@@ -336,11 +358,13 @@ class DistributedGroupedDataParallel(nn.Module):
                 bucket.append(p)
                 filling[p.dtype] = bucket, size + num_bytes
             self._buckets += [_Bucket(bucket, self.groups.get(tag)) for bucket in lists]
+        # 2. Hooks that scale gradients.
         if self._expert_grads == "mean":
             self._hooks += self._tags.scale(self._factor)
+        # 3. Hooks that count gradients down and start buckets; what stays is reduced before an optimizer steps.
         if not self.auto_allreduce:
             return
-        this = weakref.ref(self)  # a parameter's hook would keep the wrapper alive
+        this = weakref.ref(self)  # else the hooks of the parameters would keep the wrapper alive
 
         def gradient_came(p: nn.Parameter, number: int) -> None:
             module = this()
@@ -362,13 +386,14 @@ class DistributedGroupedDataParallel(nn.Module):
         self._follow_tags()
 
     def _factor(self, p: nn.Parameter, tag: str) -> float:
-        """Scale a gradient before its mean over n ranks: times n / (size of dp_group) it is the gradient of the job."""
+        """Return n / (size of dp_group), the scale of a gradient before its mean over the n ranks of its tag."""
         size = dist.get_world_size(self.groups[tag]) if tag in self.groups and tag != "none" else 1
         return size / dist.get_world_size(self.groups["dp"])
 
     @staticmethod
     @torch.no_grad()
     def _broadcast(tensors: list[torch.Tensor], group: dist.ProcessGroup) -> None:
+        """Overwrite the tensors with those of the group's first rank."""
         source = dist.get_process_group_ranks(group)[0]
         for tensor in tensors:
             whole = tensor.resolve_conj().contiguous()
@@ -377,7 +402,8 @@ class DistributedGroupedDataParallel(nn.Module):
             tensor.copy_(whole)
 
     def _count(self, p: nn.Parameter, number: int) -> None:
-        """A gradient has come. It may come twice in one backward: reentrant checkpoints of a module used twice."""
+        """Note that the gradient of p, in bucket `number`, has come; start the buckets that are complete."""
+        # A gradient comes twice in one backward if reentrant checkpoints use a module twice.
         if number < self._num_started and self._buckets[number].group is not None:
             name = next(name for name, q in self.module.named_parameters() if q is p)
             raise RuntimeError(
@@ -450,22 +476,25 @@ def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
     if parallel is not None:
         ep_size = parallel.size
         parallel.sharing_ranks = gather_values(mesh.mesh.tolist(), find_group(parallel.group))
+    # the ranks with different tokens: ranks of one slice group have the same ones
     sharded.set_gradient_divide_factor(mesh.size() * ep_size / layer.slice_size)
     shards = list(sharded.parameters())
     last = [p.requires_grad for p in shards]
 
     def honour_requires_grad(experts: Any, args: Any) -> None:
-        # As it was set last, of the shards or of the gathered parameters. torch leaves parameters gathered after a
-        # forward that no backward follows, as one of frozen experts. It then reads requires_grad of neither kind again:
-        # what was set in between was lost, and with it gradients (pytorch#186998).
+        # A parameter exists twice, as a shard and gathered, each with its own requires_grad; the one set last counts.
+        # torch leaves parameters gathered after a forward that no backward follows, as with frozen experts, and does
+        # not read requires_grad of either kind again: what the user set since then would be lost, and with it
+        # gradients (pytorch#186998).
         nonlocal shards, last
         now = list(experts.parameters())
         wanted = [p.requires_grad for p in now]
         if all(map(is_dtensor, now)):
             shards = now
         elif wanted != (of_shards := [p.requires_grad for p in shards]):
+            # the kind that differs from the last forward was set since
             wanted = of_shards if wanted == last else wanted
-            experts.reshard()
+            experts.reshard()  # frees the gathered ones: now parameters() are the shards
             for p, flag in zip(experts.parameters(), wanted, strict=True):
                 p.requires_grad_(flag)
         last = wanted

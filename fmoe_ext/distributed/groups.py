@@ -1,8 +1,14 @@
-"""The process groups of data parallelism beside expert parallelism.
+"""Make the process groups of data parallelism beside expert parallelism.
 
-The ranks of a job are numbered (dp, ep, slice), slice fastest, and each group is a line of that box, or a plane: the
-experts of a layer lie along ep, their copies along dp and slice, and dense parameters have copies on all ranks. All
-ranks make all groups in one order, as torch wants it.
+The ranks of a job are numbered (dp, ep, slice), slice fastest, and each group is a line of that box, or a plane. With
+dp 2, ep 2 and slice 2:
+                 ep 0        ep 1
+    dp 0       r0   r1     r2   r3       ep: {0, 2}, ...         the experts of a layer
+    dp 1       r4   r5     r6   r7       slice: {0, 1}, ...      the same input
+       slice    0    1      0    1       data: {0, 2, 4, 6}, ... different inputs, copies of dense parameters
+                                         experts: {0, 1, 4, 5}, ... the same experts
+
+torch wants all ranks to make all groups, in one order.
 """
 
 import weakref
@@ -15,7 +21,7 @@ from torch import nn
 
 from fmoe_ext.ep.process_groups import check_same, new_group_of
 
-# {group: the group of the same ranks for reductions}; both end with the job or destroy_process_group().
+# {group of the user: our own group of the same ranks, for reductions}; both end with the job or destroy_process_group()
 _of_reductions: weakref.WeakKeyDictionary[dist.ProcessGroup, dist.ProcessGroup] = weakref.WeakKeyDictionary()
 
 
@@ -53,6 +59,7 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
         >>> groups.ep.size(), groups.data.size()
         (1, 1)
     """
+    # first: ranks that disagree would wait for each other in groups that the others do not make
     world_size = dist.get_world_size()
     check_same("init_groups(ep, dp, slice)", (ep, dp, slice), dist.group.WORLD)
     if ep is None:
@@ -63,6 +70,7 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
         raise ValueError(
             f"dp * ep * slice must be the number of ranks, {world_size}, but got {dp} * {ep} * {slice}"
         )
+    # each row of what group_among() gets is a group
     ranks = torch.arange(world_size, device="cpu").reshape(dp, ep, slice)
     return ParallelGroups(
         world=_default_group(),
@@ -92,6 +100,7 @@ def own_groups(groups: dict[str, dist.ProcessGroup | None]) -> dict[str, dist.Pr
         if not key.endswith("_group"):
             raise TypeError(f"unexpected argument {key!r}: groups are passed as <tag>_group=")
         named[key.removesuffix("_group")] = group or _default_group()
+    # made once for each group, which all wrappers then find: making one is a collective call
     for group in named.values():
         if group not in _of_reductions:
             made = new_group_of(dist.get_process_group_ranks(group), group)

@@ -1,4 +1,4 @@
-"""Races on a GPU whose kernels were proved on another model of its compute capability, in a process of their own."""
+"""Race the kernels in a process of their own, on a GPU that has only the proof of another model of its capability."""
 
 import logging
 import os
@@ -12,8 +12,8 @@ import torch
 from fmoe_ext.gpu.proof import Key, cache_folder
 
 _LOG = logging.getLogger(__name__)
-_MEMORY = 12 << 30  # bytes that must be free: the largest race takes half
-_PATIENCE = 600.0  # seconds until another process may try again
+_MEMORY = 12 << 30  # bytes of the GPU that must be free: the largest race takes half
+_PATIENCE = 600.0  # seconds after which another process may try again, for races that were ended half-way
 
 
 def race(device: int, key: Key) -> None:
@@ -24,20 +24,25 @@ def race(device: int, key: Key) -> None:
     if torch.cuda.mem_get_info(device)[0] < _MEMORY or not _is_first(key):
         return
     command = [sys.executable, "-m", "fmoe_ext.gpu", "prove", "--missing", "--device", str(device)]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:  # no memory, no room for a process: no reason to end a forward
+        _LOG.warning("the races of %s could not be started: %s", key.gpu, error)
+        return
     _LOG.warning(
         "%s has no races of its own yet: `python %s` runs in the background for about a minute and decides for "
         "later processes",
         key.gpu,
         " ".join(command[1:]),
     )
-    process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-    )
-    threading.Thread(target=process.wait, daemon=True).start()  # else it stays a zombie
+    # without a wait() the ended process stays a zombie
+    threading.Thread(target=process.wait, daemon=True).start()
 
 
 def _is_first(key: Key) -> bool:
-    """False if another process started the races, or the folder cannot be written."""
+    """Return False if another process has started the races, or the folder cannot be written."""
     mark = cache_folder() / f"{key.name()}.racing"
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)

@@ -1,4 +1,8 @@
-"""Problems that kernels are proved and timed with, and what they give by any implementation of the operators."""
+"""Problems that kernels are proved (CASES) and timed (RACES) with, their inputs, and every result that is compared.
+
+results() takes the implementation as an argument, so that the same calls give our kernels' values, the portable ones',
+plain PyTorch's and the float64 truth.
+"""
 
 import functools
 import math
@@ -84,24 +88,30 @@ class Inputs:
     @classmethod
     def of(cls, case: Case, dtype: torch.dtype, device: torch.device, seed: int = 0) -> "Inputs":
         """Draw the inputs of a case."""
-        generator = torch.Generator(device).manual_seed(seed)  # a CPU takes seconds for the largest weights
+        # on the device: a CPU takes seconds for the largest weights
+        generator = torch.Generator(device).manual_seed(seed)
         T, K, E, D, H = case.T, case.K, case.E, case.D, case.H
         F = 2 * H if case.activation in GATED_ACTIVATIONS else H
+        # 1. The choices, and where they lie in the rows.
         if case.spread == "even":
             topk_idx = torch.arange(T * K, device="cpu").view(T, K) % E  # -1 is a dropped choice
         elif case.spread in ("one", "none"):
             topk_idx = torch.full((T, K), E - 1 if case.spread == "one" else -1, device="cpu")
-        else:
+        else:  # ragged: squares fall on low experts more often, and 0 becomes -1, a dropped choice
             on_cpu = torch.Generator("cpu").manual_seed(seed)
             topk_idx = (torch.rand(T, K, generator=on_cpu, device="cpu").square() * (E + 1)).long() - 1
             topk_idx[topk_idx == 1] = -1  # expert 1 has no rows
         index = ops.sort_tokens_ref(topk_idx, E)
 
+        # 2. Values, scaled so that every result is of about the size of x.
         def random(*shape: int, scale: float = 1.0) -> Tensor:
             return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
 
         def packed(name: str, out: int, width: int) -> dict[str, Tensor]:
-            """Values whose square is 1 / width in the mean: 8.6 times the square of the scale."""
+            """Draw MXFP4 weights [E, out, width] whose mean square is 1 / width, as that of w1 and w2.
+
+            The mean square of MXFP4's 16 values is 8.6, and a scale byte b stands for 2^(b - 127).
+            """
             exponent = 127 - round(math.log2(width * 8.6) / 2)
             of = {"dtype": torch.uint8, "generator": generator, "device": device}
             data = torch.randint(0, 256, (E, out, width // 2), **of)  # type: ignore[call-overload]
@@ -168,17 +178,19 @@ def results(
     frozen_mlp: Callable[..., torch.Tensor] = frozen_mlp,
 ) -> Results:
     """Compute every result and gradient of expert_mlp, grouped_gemm and frozen_mlp, by name."""
+    # expert_mlp, with the gradients of all its arguments
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, expert_mlp)
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad)
     found = {"expert_mlp": y.detach(), **{f"expert_mlp d{n}": g for n, g in zip(leaves, grads, strict=True)}}
+    # grouped_gemm
     leaves = inputs.leaves("rows", "w1", "b1")
     y = grouped_gemm(leaves["rows"], leaves["w1"], inputs.offs, leaves.get("b1"))
     grads = torch.autograd.grad(y, list(leaves.values()), inputs.grad_rows)
     found["grouped_gemm"] = y.detach()
     found |= {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
     if inputs.w1_data is not None and inputs.w2_data is not None:
-        # in MXFP4; gate and up of a gated activation lie in turn there
+        # frozen_mlp, in MXFP4 as GPT-OSS has it: gate and up rows of a gated activation take turns
         blocks1, blocks2 = (d.unflatten(2, (-1, MX_BLOCK // 2)) for d in (inputs.w1_data, inputs.w2_data))
         gated = case.activation in GATED_ACTIVATIONS
         w1 = Quantized("mxfp4", blocks1, inputs.w1_scale, interleaved=gated)
@@ -193,7 +205,7 @@ def results(
 
 
 def main_gradients(case: Case, inputs: Inputs) -> Results:
-    """Compute the weight gradients of expert_mlp as they are added to float32 main gradients of zero, then rounded."""
+    """Compute the weight gradients of expert_mlp as added to float32 main gradients of zero, then rounded."""
     parameters = {name: torch.nn.Parameter(getattr(inputs, name)) for name in WEIGHTS}
     sums = {name: torch.zeros_like(p, dtype=torch.float32) for name, p in parameters.items()}
     for name, parameter in parameters.items():

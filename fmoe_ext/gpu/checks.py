@@ -1,8 +1,8 @@
 """Check a kernel against float64 and the portable kernels, repeated, in graphs and on two streams.
 
 No fixed tolerance tells a wrong kernel from a rounded one. A kernel's error from float64 is therefore compared with
-the error of plain PyTorch in the same dtype, and with that of the portable kernels. A second run must give the same
-bits: races between threads show there first.
+the error of plain PyTorch in the same dtype, and with the error of the portable kernels (testing.assert_close). A
+second run must give the same bits: races between threads show there first.
 """
 
 import itertools
@@ -31,11 +31,12 @@ class Checker:
 
     def verdict(self, kernel: str) -> Verdict:
         """Judge a kernel: proved, failed with what is wrong, or untested with why; RuntimeError if the device fails."""
+        # alone, so that no other kernel computes its products; the portable ones take those that it does not
         on = () if kernel == PORTABLE else (kernel,)
         gpu_kernels.switch_on(on)
         before = gpu_kernels.runs()
         try:
-            with tf32(False):
+            with tf32(False):  # else torch rounds the reference
                 for check in (self._values, self._graph, self._streams):
                     check(kernel)
                     self.target.synchronize()  # a fault is reported with the check that caused it
@@ -70,6 +71,7 @@ class Checker:
         return self._run(case, self._inputs(case, dtype))
 
     def _values(self, kernel: str) -> None:
+        """Compare all results of all cases with float64, and those of a second run with the first, to the bit."""
         for case, dtype in itertools.product(self.target.cases, self._dtypes(kernel)):
             truth, plain = self.expected(case, dtype)
             portable = plain if kernel == PORTABLE else self.portable(case, dtype)
@@ -82,16 +84,17 @@ class Checker:
                 assert torch.equal(value, again[name]), f"{described} has other bits the second time"
 
     def _graph(self, kernel: str) -> None:
-        """Captured with some tokens, replayed with others that choose other experts."""
+        """Capture a CUDA graph with some tokens, and replay it with others that choose other experts."""
         case, dtype = self.target.cases[0], self._dtypes(kernel)[0]
         held, other = (self._inputs(case, dtype, seed) for seed in (1, 2))
-        # whatever the host remembers of the first tokens shows in the replay
+        # if the host read anything of the first tokens, the replay is wrong
         replay = self.target.captured(lambda: results(case, held))
         expected = results(case, other)
         held.copy_(other)
         _assert_same(replay(), expected, "in a CUDA graph")
 
     def _streams(self, kernel: str) -> None:
+        """Run two problems on two streams at once; each must give the bits that it gives alone."""
         case, dtype = self.target.cases[0], self._dtypes(kernel)[0]
         both = [self._inputs(case, dtype, seed) for seed in (3, 4)]
         expected = [results(case, inputs) for inputs in both]

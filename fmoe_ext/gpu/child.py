@@ -1,4 +1,8 @@
-"""The process that touches the GPU: checks and times kernels, and says what it is about to do before it does it."""
+"""The process that touches the GPU: checks and races kernels, and says each step before it takes it.
+
+prove.py starts it and reads its messages: Ready or NotAvailable first, then a Start before each step and what the step
+gave behind it (Judged, Race, TorchWin), and Finished at the end.
+"""
 
 import faulthandler
 import multiprocessing
@@ -34,9 +38,9 @@ class NotAvailable:
 
 @dataclass(frozen=True)
 class Finished:
-    """The process ends; its work is done unless the device is to be used by a new process from here on."""
+    """The last message before the process ends."""
 
-    done: bool = True
+    done: bool = True  # False: the device has failed in this process, and another one is to go on
 
 
 Message = Ready | NotAvailable | Start | Judged | Race | TorchWin | Finished
@@ -45,8 +49,11 @@ Message = Ready | NotAvailable | Start | Judged | Race | TorchWin | Finished
 def serve(
     connection: Connection, target: Target, judged: dict[str, Verdict], race: bool, missing: bool
 ) -> None:
-    """Check every kernel that is not judged yet, then race those that are proved. Ends with the parent."""
-    faulthandler.enable()
+    """Check every kernel that is not judged yet, then race those that are proved: the main function of a child.
+
+    judged: verdicts of earlier children. missing: take over those of a proof of this compute capability.
+    """
+    faulthandler.enable()  # a crash shows its traceback
 
     def end_with_parent() -> None:
         # a kernel that hangs must not hold the GPU after its parent was killed
@@ -56,11 +63,13 @@ def serve(
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+    # 1. Start CUDA.
     try:
         key = target.connect()
     except Unavailable as error:
         connection.send(NotAvailable(str(error)))
         return
+    # 2. Say which kernels there are, and which need no check.
     kernels, sources = gpu_kernels.names(), gpu_kernels.sources()
     proof = load(key, sources) if missing else None
     # a proof of the compute capability says which kernels are right, not which are fast
@@ -70,6 +79,7 @@ def serve(
         if v.state != "untested"
     }
     connection.send(Ready(key, taken_with(), sources, known))
+    # 3. Check the others, the portable kernels first, and race those that are right.
     work = Work(connection, target, {**known, **judged})
     judged = dict(work.judged)
     done = work.check([name for name in (PORTABLE, *kernels) if name not in judged])
@@ -87,9 +97,10 @@ class Work:
         self.judged = judged
 
     def check(self, kernels: Sequence[str]) -> bool:
-        """False if the device cannot be used further by this process."""
+        """Check these kernels -> False if this process cannot use the device any further."""
         checker = Checker(self.target)
         for name in kernels:
+            # the checks compare a kernel with the portable ones
             if name != PORTABLE and self.judged[PORTABLE].state != "proved":
                 self._judge(name, Verdict("untested", "the portable kernels are not proved"))
                 continue
@@ -102,6 +113,7 @@ class Work:
         return True
 
     def race(self, kernels: list[str]) -> None:
+        """Race these kernels, and send the events."""
         for event in Races(self.target, kernels).run():
             if isinstance(event, Judged):
                 self._judge(event.kernel, event.verdict)

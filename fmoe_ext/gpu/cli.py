@@ -1,4 +1,4 @@
-"""`fmoe gpu prove [--device N]`"""
+"""The command `fmoe gpu prove`: prove a GPU's kernels, print the report, save it for FMOE_GPU_KERNELS=auto."""
 
 import argparse
 import sys
@@ -11,7 +11,7 @@ from fmoe_ext.gpu.target import Target, Unavailable
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prove -> 0: none failed; 1: a kernel failed; 2: the GPU cannot be used, or the result not be kept."""
+    """Run the command -> exit status: 0 none failed, 1 a kernel failed, 2 the GPU or the file cannot be used."""
     parser = argparse.ArgumentParser(prog="fmoe gpu")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser(
@@ -33,6 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(target: Target, limit: float, budget: float, missing: bool = False) -> int:
+    """Prove a target, print and save what was found -> exit status, as main()."""
     try:
         proof = prove(target, limit, budget, lambda text: print(text, flush=True), missing=missing)
     except Unavailable as error:

@@ -1,6 +1,12 @@
 """Choose the kernels of CUDA tensors by FMOE_GPU_KERNELS and the findings of `python -m fmoe_ext.gpu prove`.
 
-A kernel of cuda/select.h is on or off, for the whole process. Until the first CUDA call on a device all are off.
+A kernel of cuda/select.h is on or off, for the whole process. From import until the first product on a device all are
+off, unless FMOE_GPU_KERNELS trusts them unproved. Operators ask through ops/chooser.py, before each product:
+
+    ops.expert_mlp(x) -> chooser.before(x) -> SELECTION.before(x) -> proof.load() -> choose() -> switch_on()
+                                                                     at the first product on the device of x
+
+Several devices have one set of switches: on is what the proofs of all of them allow.
 """
 
 import itertools
@@ -22,7 +28,7 @@ _NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
 
 
 def names() -> tuple[str, ...]:
-    """Name the kernels of cuda/select.h, in its order, without the portable ones, which are always there."""
+    """List the kernels of cuda/select.h by name, in its order, without the portable ones, which are always on."""
     return tuple(torch.ops.fmoe_ext._gpu_kernels())
 
 
@@ -37,7 +43,7 @@ def runs() -> dict[str, int]:
 
 
 def sources() -> dict[str, str]:
-    """Return {kernel, PORTABLE among them: digest of what it was built from} (cuda/sources_digest.py)."""
+    """Return {kernel: digest of the sources it was built from} (cuda/sources_digest.py), PORTABLE among them."""
     return dict(zip((PORTABLE, *names()), torch.ops.fmoe_ext._gpu_kernel_sources(), strict=True))
 
 
@@ -49,31 +55,32 @@ def let_torch_compute(classes: Iterable[str]) -> None:
 class _SmMargin:
     """SMs that persistent kernels leave free in this process: the largest number that was reserved.
 
-    A thread block of theirs takes an SM for itself, so that a kernel of NCCL finds no room beside it; and a block of
-    theirs that has to wait for an SM begins its whole share late.
+    A thread block of a persistent kernel takes an SM for itself, so that a kernel of NCCL finds no room beside it. And
+    if a block has to wait for an SM, its whole share of the work begins late.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.RLock()  # what is collected gives back, at any moment
-        self._asked: dict[int, tuple[int, Callable[[], bool]]] = {}
+        # guards _asked; reentrant, for garbage collection may run _give_back() on a thread that holds it
+        self._lock = threading.RLock()
+        self._asked: dict[int, tuple[int, Callable[[], bool]]] = {}  # {number of the request: (SMs, is_done)}
         self._numbers = itertools.count()
 
     def ask(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
-        """For kernels that are started from now on, as long as owner lives or until what is returned is called.
+        """Keep SMs free from now on, until owner is collected, is_done() is True, or the result is called.
 
-        is_done: asked before each product; where it says True the SMs are given back earlier.
+        Kernels that run already are not changed. is_done is asked before each product.
         """
         with self._lock:
             number = next(self._numbers)
             self._asked[number] = sms, is_done
             self._apply()
         give_back = weakref.finalize(owner, self._give_back, number)
-        give_back.atexit = False  # CUDA may be gone by then
+        give_back.atexit = False  # at exit CUDA may be gone
         return give_back
 
     def give_back_done(self) -> None:
-        """Give back the SMs of what is done."""
-        if self._asked:
+        """Give back the SMs of requests that are done."""
+        if self._asked:  # without the lock: a product asks, and mostly there is nothing
             with self._lock:
                 for number, (_, is_done) in [*self._asked.items()]:
                     if is_done():
@@ -94,7 +101,7 @@ SM_MARGIN = _SmMargin()
 
 @dataclass(frozen=True)
 class Choice:
-    """Kernels that one device uses."""
+    """The kernels that one device uses."""
 
     kernels: frozenset[str]
     torch: bool = False  # torch_path replaces all our kernels
@@ -103,6 +110,7 @@ class Choice:
 
 
 def command(device: int) -> str:
+    """Return the command that proves a device."""
     return "python -m fmoe_ext.gpu prove" + (f" --device {device}" if device else "")
 
 
@@ -128,6 +136,7 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         if mode == "proved":
             raise RuntimeError(f"{text}, or unset FMOE_GPU_KERNELS=proved")
         return Choice(frozenset(), warning=f"{text}; until then the slower portable kernels are used")
+    # portable kernels compute what no other one does: without them nothing of ours can be used
     portable = proof.verdicts.get(PORTABLE)
     if portable is not None and portable.state == "failed":
         text = f"the portable kernels of fmoe_ext failed on CUDA device {device} ({portable.reason})"
@@ -140,7 +149,7 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
 
 
 class Selection:
-    """Makes the choice for each device at its first use: what several devices use is what all of them have proved."""
+    """Makes the choice for each device at its first use, and turns on what the choices of all devices share."""
 
     def __init__(
         self,
@@ -152,7 +161,9 @@ class Selection:
         self.key_of = key_of
         self.race = race  # starts the races of a device that takes another model's proof
         self.is_prepared = False
-        self._choices: dict[int, Choice] = {}
+        self._lock = threading.Lock()  # held while a choice is made
+        self._choices: dict[int, Choice] = {}  # by device, once the choice is in force
+        # registrations, which end when these are collected
         self._torch: torch.library.Library | None = None
         self._products: torch.library.Library | None = None
 
@@ -160,33 +171,40 @@ class Selection:
         """Turn unproved kernels off as soon as the CUDA module is loaded, before any operator is called."""
         self.is_prepared = True
         if _env.get("FMOE_GPU_KERNELS") in _NEED_PROOF:
+            # no look for a proof yet: key_of() would start CUDA, which an import must not
             switch_on(())
         else:
             self._use(0)
 
     def before(self, t: torch.Tensor) -> None:
-        """To be called before a product of t, and while one is compiled."""
+        """Make the choice for the device of t; called before a product of t, and while one is compiled."""
         if not self.is_prepared or t.device.type != self.device_type:
             return
-        # it is not, where a fake tensor is exported
+        # a fake tensor on "cuda" is exported without CUDA being used
         if self.device_type != "cuda" or torch.cuda.is_initialized():
             self._use(max(t.get_device(), 0))
 
     def _use(self, device: int) -> None:
         if device in self._choices:
             return
-        mode = _env.get("FMOE_GPU_KERNELS")
-        key = self.key_of(device) if mode in _NEED_PROOF else None
-        proof = gpu_proof.load(key, sources()) if key else None
-        choice = self._choices[device] = choose(mode, names(), proof, device)
-        choices = self._choices.values()
-        switch_on(name for name in names() if all(name in other.kernels for other in choices))
-        if choice.torch and self._torch is None:
-            self._torch = torch_path.install(self.device_type.upper())
-        wins = frozenset.intersection(*(other.torch_wins for other in choices))
-        if wins and self._products is None:
-            self._products = torch_path.install_products(self.device_type.upper())
-        let_torch_compute(wins)
+        with self._lock:
+            # another thread has made it meanwhile, as where DataParallel runs a thread for each device
+            if device in self._choices:
+                return
+            mode = _env.get("FMOE_GPU_KERNELS")
+            key = self.key_of(device) if mode in _NEED_PROOF else None
+            proof = gpu_proof.load(key, sources()) if key else None
+            choice = choose(mode, names(), proof, device)
+            choices = [*self._choices.values(), choice]
+            switch_on(name for name in names() if all(name in other.kernels for other in choices))
+            if choice.torch and self._torch is None:
+                self._torch = torch_path.install(self.device_type.upper())
+            wins = frozenset.intersection(*(other.torch_wins for other in choices))
+            if wins and self._products is None:
+                self._products = torch_path.install_products(self.device_type.upper())
+            let_torch_compute(wins)
+            # last: from here on products of this device are computed without the lock
+            self._choices[device] = choice
         if choice.warning:
             warnings.warn(choice.warning, stacklevel=5)
         if key and proof and proof.is_of_another:
@@ -207,7 +225,7 @@ class _Chooser(chooser.Chooser):
 
     def before(self, t: object) -> None:
         if SELECTION.is_prepared and not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
-            SELECTION.before(t)  # while compiling, the fake kernels do
+            SELECTION.before(t)  # in a compiled graph, the fake kernel has done it (while_compiling)
             SM_MARGIN.give_back_done()
 
     def while_compiling(self, t: object) -> None:

@@ -1,9 +1,13 @@
-"""Findings of `fmoe gpu prove`: a small JSON file in the user's cache folder, or one that came with the package.
+"""Save and load what `fmoe gpu prove` found: a small JSON file in the user's cache folder, or one in the package.
 
-One file for each model of GPU. A kernel's verdict is about the sources that it was built from, and says nothing of
-others: an edit voids the verdicts of the kernels that it reaches. That a kernel is right holds for all GPUs of a
-compute capability, how fast it is for one model: a GPU without a file of its own takes the one of such a GPU, until it
-has raced itself. Driver and torch are noted, not compared.
+    {"format": 4, "key": {"gpu": "NVIDIA H200", "capability": 90}, "taken_with": "driver ..., torch ...", "date": ...,
+     "verdicts": {"portable": {"state": "proved", "reason": "", "sources": "<digest>"}, "up.128x256": ...},
+     "races": [...], "torch_wins": [...]}
+
+There is one file for each model of GPU. A verdict holds for the sources that the kernel was built from (sources): an
+edit voids the verdicts of the kernels that it reaches. That a kernel is right holds for all GPUs of a compute
+capability, how fast it is for one model only. A GPU without a file of its own takes one of its capability, until it has
+raced itself (background.py). Driver and torch are noted for people, and not compared.
 """
 
 import json
@@ -19,12 +23,12 @@ import torch
 
 from fmoe_ext import _env
 
-_FORMAT = 4
+_FORMAT = 4  # of the file; others are not read
 SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
 STATES = ("proved", "beaten", "failed", "slow", "untested")
 USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
-# classes of rows an expert, on average, and where they begin
+# (class of the rows an expert has on average, where it begins), as kRowsClasses in cuda/select.h
 ROWS = (
     ("thousands", 1024),
     ("hundreds", 64),
@@ -86,13 +90,13 @@ class TorchWin:
 
 
 def rows_class(num_rows: int, num_experts: int) -> str:
-    """Return the class of ROWS; what the host knows without reading a device value."""
+    """Return the class of ROWS; the average is all that the host knows without reading from the device."""
     return next(name for name, first in ROWS if num_rows >= first * num_experts)
 
 
 @dataclass(frozen=True)
 class Proof:
-    """Findings on a model of GPU."""
+    """All that was found on a model of GPU."""
 
     key: Key
     taken_with: str  # driver and torch
@@ -100,10 +104,11 @@ class Proof:
     verdicts: Mapping[str, Verdict]  # by kernel, the portable ones among them
     races: tuple[Race, ...] = field(default=())
     torch_wins: tuple[TorchWin, ...] = field(default=())
-    is_of_another: bool = False  # a proof of another model of the capability, taken for this one
+    # a proof of another model of the capability, used for this one; not in the file
+    is_of_another: bool = False
 
     def about(self, sources: Mapping[str, str]) -> "Proof":
-        """Keep what holds for kernels of these digests: others are untested, without races and torch's wins."""
+        """Keep what holds for kernels with these digests; others become untested and lose races and torch's wins."""
         is_same = {name: self.verdicts[name].sources == sources.get(name) for name in self.verdicts}
         changed = Verdict("untested", "it changed since it was proved")
         products = {name.split(".")[0] for name, same in is_same.items() if not same}
@@ -123,16 +128,17 @@ class Proof:
         return {name: v.reason for name, v in self.verdicts.items() if v.state == state}
 
     def save(self) -> Path:
-        """Write the file of the key, completely or not at all; raise OSError where that cannot be done."""
+        """Write the file of the key, completely or not at all -> its path; OSError if it cannot be written."""
         path = self.key.path()
         path.parent.mkdir(parents=True, exist_ok=True)
         content = {name: value for name, value in asdict(self).items() if name != "is_of_another"}
         text = json.dumps({"format": _FORMAT, **content}, indent=1)
+        # under another name first: os.replace() is atomic, so that a reader sees the old file or the new one
         with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".part", delete=False) as file:
             try:
                 file.write(text)
                 file.flush()
-                os.fsync(file.fileno())  # or a power cut could leave the new name with no content
+                os.fsync(file.fileno())  # else a power cut could leave the new name without content
                 os.replace(file.name, path)
             except BaseException:
                 os.unlink(file.name)
@@ -143,8 +149,8 @@ class Proof:
 def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
     """Read the proof for kernels with these digests on a model of GPU; None if nothing is known of them.
 
-    Of the cache folder or the package, of this model or else of another of its compute capability. Warns of a file that
-    cannot be read.
+    Files are tried in this order: of this model in the cache folder, of this model in the package, of others of its
+    compute capability. Warns if one of this model's cannot be read.
     """
     own = (key.path(), SHIPPED / key.name())
     others = (path for folder in (cache_folder(), SHIPPED) for path in sorted(folder.glob("*.json")))
@@ -173,6 +179,7 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
         if proof.key.capability != key.capability:
             continue
         proof = replace(proof.about(sources), is_of_another=proof.key != key)
+        # a file about other sources says nothing; go on to the next
         if any(verdict.state != "untested" for verdict in proof.verdicts.values()):
             return proof
     return None
@@ -185,12 +192,12 @@ def cache_folder() -> Path:
 
 
 def taken_with() -> str:
-    """Driver and torch of this process, for people."""
+    """Name the driver and the torch of this process, for people."""
     return f"driver {driver_version()}, torch {torch.__version__}"
 
 
 def driver_version(file: Path = Path("/proc/driver/nvidia/version")) -> str:
-    """Return the NVIDIA driver's version, "unknown" where Linux does not say it."""
+    """Return the NVIDIA driver's version, "unknown" where Linux does not say."""
     try:
         found = re.search(r"\s(\d+\.\d+(?:\.\d+)?)\s", file.read_text())
     except OSError:

@@ -3,6 +3,11 @@
 A kernel that hangs or faults takes its CUDA context with it, and often its process. So a child does the work and says
 each step before it takes it. When the child dies or falls silent, the kernels of its last step are to blame: the
 parent notes that, starts a new child and goes on with the kernels that have no verdict yet.
+
+    child (child.py)   Ready   Start(kernel a)  Judged(a)   Start(kernel b) ... silence
+    parent             <- budget begins         notes it                        kills it, b has failed, next child
+
+Each child settles at least one kernel, or ends the races, or shows that the GPU cannot be used: so the loop ends.
 """
 
 import math
@@ -45,6 +50,8 @@ def prove(
 
 @dataclass
 class _Child:
+    """A process that touches the GPU, and our end of the pipe to it."""
+
     handle: SpawnProcess
     connection: Connection
 
@@ -63,16 +70,18 @@ class _Child:
 
 @dataclass
 class _Prover:
+    """One run of prove(): its options, and what the children have found so far."""
+
     target: Target
     limit: float  # seconds for one step
     budget: float  # seconds in all, from the GPU's first answer on
     say: Callable[[str], None]
     start_limit: float  # seconds to import torch and start CUDA
-    missing: bool  # take over the verdicts of this compute capability
+    missing: bool  # take over the verdicts of a proof of this compute capability
     deadline: float = math.inf  # time.monotonic()
     key: Key | None = None
     taken_with: str = ""
-    kernels: tuple[str, ...] = ()  # without the portable ones
+    kernels: tuple[str, ...] = ()  # of select.h, without the portable ones
     sources: Mapping[str, str] = field(default_factory=dict)  # digest of each kernel
     judged: dict[str, Verdict] = field(default_factory=dict)  # kept from child to child
     races: list[Race] = field(default_factory=list)  # of the last child only
@@ -92,20 +101,23 @@ class _Prover:
         return Proof(self.key, self.taken_with, date, verdicts, tuple(self.races), tuple(self.torch_wins))
 
     def _session(self) -> bool:
-        """Run the checks of one child process -> True if all are done."""
+        """Start a child and take its messages -> True if all is done, False if another child is to go on."""
+        # races of an earlier child were run with kernels that have failed since
         self.races.clear()
         self.torch_wins.clear()
         self.say(f"starting CUDA device {self.target.index} in a process of its own")
-        context = multiprocessing.get_context("spawn")  # CUDA does not survive a fork
+        # spawn: CUDA does not survive a fork
+        context = multiprocessing.get_context("spawn")
         ours, theirs = context.Pipe()
         arguments = (theirs, self.target, self.judged, self.racing, self.missing)
         handle = context.Process(target=serve, args=arguments, daemon=True)
         handle.start()
-        theirs.close()  # or the end of the process would not end the pipe
+        theirs.close()  # else the pipe stays open, and the end of the child would not be seen
         child = _Child(handle, ours)
         under_way: Start | None = None
         try:
             while True:
+                # Silence: out of budget, or the step that is under way hangs.
                 patience = self.start_limit if under_way is None else self.limit
                 left = self.deadline - time.monotonic()
                 message = child.receive(min(patience, left))
@@ -133,7 +145,7 @@ class _Prover:
                     self.races.append(message)
                 else:
                     self.torch_wins.append(message)
-        except EOFError:
+        except EOFError:  # the child has died; its exit code says of what
             exit_code = child.end()
             if exit_code is not None and exit_code == -signal.SIGKILL:  # not the kernel's fault
                 reason = "the process was killed: the host ran out of memory, or somebody ended it"

@@ -1,8 +1,15 @@
 """Race each kernel against what would compute its product without it, and each of our products against torch's.
 
-A kernel keeps its place by the geometric mean of its races: it may lose one shape and win the others. Kernels are
-dropped one at a time, the slowest first: another one then computes its product, and that is raced again, until no
-kernel is slow. Only then is torch compared, with what is left.
+For the child of `fmoe gpu prove` (child.py), which sends the events on to its parent.
+
+    for each operation on each problem (a Course):
+        by torch's product     -> torch_ms
+        with all kernels       -> ms, and which kernels computed it
+        without one of these   -> without_ms, of the kernel that is next in select.h
+
+A kernel keeps its place by the geometric mean of its races, ms / without_ms: it may lose one shape and win the others.
+Kernels are dropped one at a time, the slowest first: another one then computes its product, and that is raced again,
+until no kernel is slow. Only then is torch compared, with the kernels that are left.
 """
 
 import math
@@ -20,10 +27,11 @@ from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
 from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 from fmoe_ext.gpu.target import Target
 
-MARGIN = 1.03  # a kernel is slow if it takes this much longer than what there is without it
-_TORCH_MARGIN = 1.05  # torch takes a product if ours takes this much longer than its own
-# What is timed, and what torch's product takes the place of in it. One product decides whether torch wins it; the other
-# product of expert_mlp is ours in both times, and of several products nobody knows which one decided.
+MARGIN = 1.03  # a kernel is slow if it takes this many times as long as what there is without it
+_TORCH_MARGIN = 1.05  # torch computes a product if ours takes this many times as long as its own
+# {what is timed: the products in it that torch's replaces, as kTorchProducts in cuda/select.h has them}. Where there is
+# one product, its race decides whether torch wins it: whatever else is timed is ours both times. Where there are
+# several, nobody knows which one decided, so that these races are only reported.
 PRODUCTS = MappingProxyType(
     {
         "grouped_gemm": ("rows_by_weight",),
@@ -40,7 +48,7 @@ OPERATIONS = tuple(PRODUCTS)
 
 @dataclass(frozen=True)
 class Start:
-    """Before a measurement: what is measured, and which kernels are to blame if it never ends."""
+    """Sent before a measurement: what is measured, and which kernels are to blame if it never ends."""
 
     what: str
     kernels: tuple[str, ...]
@@ -48,7 +56,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Judged:
-    """A kernel has its verdict, or a worse one than before."""
+    """The verdict on a kernel, which replaces an earlier one."""
 
     kernel: str
     verdict: Verdict
@@ -58,20 +66,27 @@ Event = Start | Judged | Race | TorchWin
 
 
 def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
-    """Make {each of OPERATIONS: a call of it}."""
+    """Return {each of OPERATIONS: a function that computes it once}.
+
+    A backward is timed alone: its forward runs here, once, and its graph is kept. Of one product's inputs only the one
+    whose gradient is timed is a leaf, so that no other product runs.
+    """
+    # all gradients of expert_mlp
     leaves = inputs.leaves(*MLP_LEAVES)
     y = mlp(case, inputs, leaves, ops.expert_mlp)
-    # Of one product each: what needs no gradient is no leaf.
+    # one gradient of grouped_gemm each: of the rows, of the weight, of the weight into a main gradient
     rows, weight = inputs.leaves("rows", "w1").values()
     summed = torch.nn.Parameter(inputs.w1)
     summed.main_grad = torch.zeros_like(summed, dtype=torch.float32)  # type: ignore[attr-defined]
     of_rows = ops.grouped_gemm(rows, inputs.w1, inputs.offs)
     of_weight = ops.grouped_gemm(inputs.rows, weight, inputs.offs)
     into_main = ops.grouped_gemm(inputs.rows, summed, inputs.offs, main_grad=ops.MainGrad(summed))
+    # the gradient of topk_weights needs grad_hidden, and no other product
     factors = inputs.leaves("topk_weights")
     constants = {name: t.detach() for name, t in leaves.items()}
     of_hidden = mlp(case, inputs, constants | factors, ops.expert_mlp)
 
+    # each graph is kept, to be differentiated many times
     def gradient(of: torch.Tensor, grad: torch.Tensor, *wanted: torch.Tensor) -> Callable[[], object]:
         return lambda: torch.autograd.grad(of, wanted, grad, retain_graph=True)
 
@@ -83,7 +98,7 @@ def _operations(case: Case, inputs: Inputs) -> dict[str, Callable[[], object]]:
     def multiply() -> object:
         return ops.grouped_gemm(inputs.rows, inputs.w1, inputs.offs)
 
-    calls = (
+    calls = (  # in the order of OPERATIONS
         multiply,
         gradient(of_rows, inputs.grad_rows, rows),
         gradient(of_weight, inputs.grad_rows, weight),
@@ -113,7 +128,7 @@ class Course:
 
     @property
     def classes(self) -> list[str]:
-        """TorchWin.where of its products."""
+        """The classes of its products in cuda/select.h (TorchWin.where)."""
         return [f"{product}/{self.numbers}/{self.rows}" for product in PRODUCTS[self.operation]]
 
     @property
@@ -121,7 +136,7 @@ class Course:
         return self.classes[0] if len(self.classes) == 1 else None
 
     def is_of(self, product: str) -> bool:
-        """Return True if it is a race of this product, into main gradients as well."""
+        """Return whether this product alone decides it; a main gradient is the product of a weight's gradient."""
         found = [name.split("/")[0].replace("main_grad", "grad_weight") for name in self.classes]
         return found == [product]
 
@@ -131,14 +146,13 @@ class Course:
 
 
 class Races:
-    """The races of the kernels that are proved. One that takes longer over all of its races than what there is without
-    it is left out, and what it had computed is raced again. Then torch takes the products that it computes faster."""
+    """The races of the kernels that are proved, on one target."""
 
     def __init__(self, target: Target, kernels: list[str]) -> None:
         self.target = target
-        self.kernels = kernels
-        self.races: dict[tuple[str, Course], Race] = {}  # by kernel
-        self.times: dict[Course, tuple[float, float]] = {}  # with the kernels that are left, and by torch
+        self.kernels = kernels  # that are left
+        self.races: dict[tuple[str, Course], Race] = {}  # by the kernel that computed it
+        self.times: dict[Course, tuple[float, float]] = {}  # (with the kernels that are left, by torch) in ms
 
     def run(self) -> Iterator[Event]:
         """Race until no kernel is slow, then each product against torch's, in 16 bits and in TF32."""
@@ -147,6 +161,7 @@ class Races:
         courses = [
             Course(case, name, self.target.dtypes[0]) for case in self.target.races for name in OPERATIONS
         ]
+        # Drop the slowest kernel and race what it had computed again, until no kernel is slow.
         while courses:
             yield from self._run_all(courses)
             courses = []
@@ -170,7 +185,10 @@ class Races:
         del held
 
     def _compare_with_torch(self) -> Iterator[Event]:
-        """Find the products that torch wins; a kernel that loses all races of its product is beaten."""
+        """Find the products that torch wins; a kernel that loses all races of its product is beaten.
+
+        Torch wins a class of problems (product, numbers, rows), which select.h can tell apart, not a single shape.
+        """
         won: dict[Course, TorchWin] = {}
         for course, (ms, torch_ms) in self.times.items():
             products = PRODUCTS[course.operation]
@@ -185,6 +203,7 @@ class Races:
                 yield replace(first, ms=ms, torch_ms=torch_ms)
             else:
                 won = {course: win for course, win in won.items() if win.where != where}
+        # "up.128x256" is a kernel of the product "up"
         for kernel in self.kernels:
             product = kernel.split(".")[0]
             mine = [course for name, course in self.races if name == kernel and course.is_of(product)]
@@ -196,6 +215,7 @@ class Races:
         self.times.clear()
 
     def _run_all(self, courses: list[Course]) -> Iterator[Event]:
+        """Race over courses of one dtype; inputs are made once a case, since the largest take seconds."""
         for case in dict.fromkeys(course.case for course in courses):
             mine = [course for course in courses if course.case == case]
             try:
@@ -206,7 +226,7 @@ class Races:
                 yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
     def _slowest(self) -> tuple[str, Verdict] | None:
-        """Find the kernel that loses most, by the geometric mean of its races, if one loses."""
+        """Find the kernel with the largest geometric mean of ms / without_ms; None if that is within MARGIN."""
         logs: dict[str, dict[Course, float]] = {}
         for (kernel, course), race in self.races.items():
             assert race.without_ms is not None
@@ -224,7 +244,9 @@ class Races:
         )
 
     def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
+        """Time one operation by torch, by our kernels, and without each kernel that took part."""
         name, shape = course.operation, course.shape
+        # 1. By torch; no kernel of ours is to blame if this never ends.
         yield Start(f"{name} by torch ({shape})", ())
         gpu_kernels.switch_on(self.kernels)
         gpu_kernels.let_torch_compute(course.classes)
@@ -232,11 +254,13 @@ class Races:
             torch_ms = self.target.milliseconds(function)
         finally:
             gpu_kernels.let_torch_compute(())
+        # 2. Which kernels compute it: their counts rise.
         before = gpu_kernels.runs()
         function()
         self.target.synchronize()
         computed_by = [kernel for kernel, count in gpu_kernels.runs().items() if count > before[kernel]]
         yield Start(f"{name} ({shape})", tuple(computed_by))
+        # 3. With all kernels, and without each of these.
         choices = [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
         rounds = []
         for _ in range(self.target.rounds):  # the choices take turns, so that drift meets all alike

@@ -1,4 +1,7 @@
-"""The GPU as `prove` uses it, in the child process only. Tests put an emulated one in its place."""
+"""The GPU as `fmoe gpu prove` uses it, in the child process only: which problems it gets, and how it is timed.
+
+Tests put an emulated one in its place, without a GPU.
+"""
 
 import math
 import time
@@ -11,10 +14,10 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.cases import CASES, RACES, Case, Results
 from fmoe_ext.gpu.proof import Key
 
-WARM_UP = 0.02  # seconds a function runs before it is timed
-_REPETITIONS = 10
-_BUSY = 4096  # rows of the products that keep a device busy
-_BUSY_FLOPS = 1e15  # a second; no device with these kernels is faster
+WARM_UP = 0.02  # seconds that a function runs before it is timed
+_REPETITIONS = 10  # of which the median counts
+_BUSY = 4096  # rows and columns of the products that keep the device busy
+_BUSY_FLOPS = 1e15  # a second, at which a device computes them; a slower one is only kept busy for longer
 
 
 class Unavailable(RuntimeError):
@@ -22,11 +25,11 @@ class Unavailable(RuntimeError):
 
 
 def captured(function: Callable[[], Results]) -> Callable[[], Results]:
-    """Capture function as a CUDA graph: a call replays it on what its inputs hold then."""
+    """Capture function as a CUDA graph: a call of the result replays it on what its inputs hold by then."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        # what is made at first use, as cuBLAS's workspace is, must not be made in a capture
+        # what is made at the first use, as cuBLAS's workspace, must not be made in a capture
         for _ in range(2):
             function()
     torch.cuda.current_stream().wait_stream(side)
@@ -48,7 +51,7 @@ class Target:
     cases: Sequence[Case] = CASES
     races: Sequence[Case] = RACES
     rounds = 3  # of a race: the median drops one disturbed measurement
-    missing = ops.cuda_module_missing  # known without touching the GPU
+    missing = ops.cuda_module_missing  # why there are no kernels to prove; known without touching the GPU
 
     def __init__(self, index: int = 0) -> None:
         self.index = index
@@ -58,9 +61,9 @@ class Target:
         return torch.device("cuda", self.index)
 
     def connect(self) -> Key:
-        """Start CUDA -> what the proof holds for. Raises Unavailable."""
+        """Start CUDA on the device -> the model of GPU that the proof is about; Unavailable if that fails."""
         count = torch.cuda.device_count()
-        if self.index >= count:
+        if not 0 <= self.index < count:
             raise Unavailable(f"there is no CUDA device {self.index}: torch sees {count}")
         try:
             torch.cuda.set_device(self.index)
@@ -74,7 +77,8 @@ class Target:
         torch.cuda.synchronize()
 
     def milliseconds(self, function: Callable[[], object]) -> float:
-        """Median time of a call on the device."""
+        """Return the median time of a call of function on the device, without the host's time to launch it."""
+        # 1. Warm up, and find the host's time for the launches of a call.
         host = math.inf
         stop = time.monotonic() + WARM_UP
         while time.monotonic() < stop:
@@ -82,7 +86,8 @@ class Target:
             function()
             host = min(host, time.perf_counter() - start)
             torch.cuda.synchronize()
-        # work for about as long as the host needs for its launches: it gets ahead and is not what is timed
+        # 2. Keep the device busy for about as long as the host needs for all launches: the host gets ahead, and the
+        # events below lie behind one another in a full queue.
         a = torch.zeros(_BUSY, _BUSY, dtype=torch.bfloat16, device=self.device)
         out = torch.empty_like(a)
         for _ in range(min(1000, math.ceil(_REPETITIONS * host * _BUSY_FLOPS / (2 * _BUSY**3)))):
@@ -96,7 +101,7 @@ class Target:
         return sorted(begin.elapsed_time(end) for begin, end in events)[_REPETITIONS // 2]
 
     def captured(self, function: Callable[[], Results]) -> Callable[[], Results]:
-        """Capture function, as captured() does."""
+        """Call captured(); the emulated device has no graphs."""
         return captured(function)
 
     def side_by_side(self, functions: Sequence[Callable[[], Results]]) -> list[Results]:

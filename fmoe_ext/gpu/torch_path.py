@@ -1,9 +1,17 @@
-"""grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten alone: kernels that others have proved.
+"""Compute grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten, kernels that others have proved.
 
-The signatures are those of the operators (csrc/ops.cpp). FMOE_GPU_KERNELS=torch puts them in the place of the CUDA
-kernels; on the CPU only tests do. Slower than those: intermediate results go through memory, and weights with a bias
-or with widths that are no multiple of 16 bytes are copied. Where torch's product alone is faster than ours, the
-CUDA kernels call it for that product (`install_products`) and stay as they are around it.
+There are two ways in:
+    install()           replaces our operators as a whole: FMOE_GPU_KERNELS=torch, or portable kernels that failed
+    install_products()  gives our CUDA kernels torch's product, for the products at which it won its race (races.py);
+                        what is around the product stays ours
+
+The functions have the signatures of the operators (csrc/ops.cpp). Letters of shapes:
+    T tokens    K choices of a token    R = T * K rows, sorted by expert; those behind offs[-1] are padding
+    E experts   D width of a token      H width of the activated rows, F of the rows of w1: 2 H if gated
+A row of expert_mlp goes x -> in_rows -> w1 -> activation -> w2 -> weighted sum of each token's K rows.
+
+It is slower than our kernels: intermediate results go through memory, and weights with a bias or with widths that are
+no multiple of 16 bytes are copied.
 
 What torch's grouped_mm does with the ends of the groups: bfloat16 on compute capability 9.0 and 10 leaves them on the
 device, and takes up to 1,023 groups. Everything else, float16 and bfloat16 on 8.0 to 8.9 and 12.0 included, loops over
@@ -32,7 +40,7 @@ def tf32_allowed() -> bool:
 
 @contextmanager
 def tf32(allowed: bool) -> Iterator[None]:
-    """torch.backends.cuda.matmul.fp32_precision is "tf32" or "ieee" inside the block, afterwards what it was."""
+    """Set torch.backends.cuda.matmul.fp32_precision to "tf32" or "ieee" inside the block."""
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision
     matmul.fp32_precision = "tf32" if allowed else "ieee"
@@ -54,7 +62,7 @@ def install(dispatch_key: str) -> torch.library.Library:
         expert_mlp_backward_weights,
     ):
         with warnings.catch_warnings():
-            # that it takes a kernel's place
+            # torch warns that the kernel of an operator is replaced, which is the purpose
             warnings.filterwarnings("ignore", "Warning only once for all operators")
             library.impl(kernel.__name__, kernel, dispatch_key)
     return library
@@ -74,15 +82,16 @@ def install_products(dispatch_key: str) -> torch.library.Library:
 
 
 def _compute_dtype(t: Tensor) -> torch.dtype:
-    """Dtype of sums and activations of t."""
+    """Return the dtype in which sums and activations of t are computed, as our kernels do."""
     return torch.float64 if t.dtype == torch.float64 else torch.float32
 
 
 def _padded(t: Tensor, dims: int) -> Tensor:
-    """t with its last dims dimensions filled up with zeros to what grouped_mm takes: multiples of 16 bytes."""
+    """Fill up the last `dims` dimensions with zeros to what grouped_mm takes: multiples of 16 bytes, contiguous."""
     unit = 16 // t.element_size()
     missing = [-size % unit for size in reversed(t.shape[t.dim() - dims :])]
     if any(missing):
+        # F.pad takes (before, after) of the last dimension first
         return F.pad(t, [n for size in missing for n in (0, size)])
     t = t.contiguous()
     # a contiguous view into another tensor may still begin off a 16-byte boundary
@@ -91,35 +100,37 @@ def _padded(t: Tensor, dims: int) -> Tensor:
 
 @dataclass(frozen=True)
 class _Groups:
-    """The rows of each expert: those of expert e are [offs[e - 1], offs[e])."""
+    """Rows sorted by expert, and products over each expert's: [offs[e - 1], offs[e]) are those of expert e."""
 
     given: Tensor  # [E] int32
     num_rows: int
 
     @cached_property
     def offs(self) -> Tensor:
-        """Whatever was given, ranges inside the rows."""
+        """The given ends, forced to rise and to stay inside the rows."""
         if self.given.numel() == 0:
             return self.given
+        # the values are on the device, so that wrong ones cannot be refused without waiting: they only must not fault
         return self.given.clamp(0, self.num_rows).cummax(0).values.int()
 
     @cached_property
     def is_padding(self) -> Tensor:
-        """[R, 1]: rows of no expert."""
+        """Mask [R, 1] of the rows of no expert."""
         rows = torch.arange(self.num_rows, device=self.given.device)[:, None]
         return rows >= self.offs[-1] if self.given.numel() else rows >= 0
 
     def owners(self) -> Tensor:
-        """[R] the expert of each row; of padding, the last."""
+        """Return the expert of each row [R], of padding the last one."""
         rows = torch.arange(self.num_rows, device=self.given.device, dtype=torch.int32)
         return torch.searchsorted(self.offs, rows, right=True).clamp(max=self.given.numel() - 1)
 
     def ranges(self) -> list[tuple[int, int]]:
+        """Return (begin, end) of each expert's rows, read from the device."""
         ends = self.offs.tolist()
         return list(zip([0, *ends[:-1]], ends, strict=True))
 
     def rows_by_weight(self, x: Tensor, weight: Tensor, transposed: bool = False) -> Tensor:
-        """x [R, K] weight[e]^T, weight [E, N, K], or x weight[e], weight [E, K, N] -> [R, N], zero in padding."""
+        """Multiply x [R, K] by weight[e]^T [E, N, K], or transposed: by weight[e] [E, K, N] -> [R, N], padding zero."""
         N = weight.shape[2 if transposed else 1]
         if 0 in (*x.shape, *weight.shape):
             return x.new_zeros(self.num_rows, N)
@@ -130,10 +141,11 @@ class _Groups:
             return y
         matrices = _padded(weight, 2)
         y = F.grouped_mm(_padded(x, 1), matrices if transposed else matrices.mT, offs=self.offs)
+        # grouped_mm leaves the rows behind the last end as they were in memory
         return y[:, :N].masked_fill(self.is_padding, 0)
 
     def rows_by_rows(self, a: Tensor, b: Tensor) -> Tensor:
-        """a^T b over the rows of each expert, a [R, M], b [R, N] -> [E, M, N], zero for an expert without rows."""
+        """Compute a^T b over each expert's rows, a [R, M], b [R, N] -> [E, M, N], zero for an expert without rows."""
         E, M, N = self.given.numel(), a.shape[1], b.shape[1]
         if 0 in (E, M, N, self.num_rows):
             return a.new_zeros(E, M, N)
@@ -144,18 +156,18 @@ class _Groups:
         return out.masked_fill((counts == 0)[:, None, None], 0)
 
     def sums(self, rows: Tensor, factors: Tensor | None = None) -> Tensor:
-        """The sum of each expert's rows [R, N], times factors [R] if there are any -> [E, N]."""
+        """Sum each expert's rows [R, N], times factors [R] if given -> [E, N]: a product by a column of ones."""
         ones = rows.new_ones(self.num_rows) if factors is None else factors.to(rows.dtype)
         return self.rows_by_rows(ones[:, None], rows)[:, 0].contiguous()
 
     def dots(self, rows: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        """<row, bias of its expert> of each row, zero without a bias -> [R]"""
+        """Compute the dot product of each row [R, N] and its expert's bias [E, N] -> [R], zero without a bias."""
         if bias is None or 0 in bias.shape:
             return rows.new_zeros(self.num_rows, dtype=dtype)
         return (rows.to(dtype) * bias[self.owners()].to(dtype)).sum(1)
 
     def weight_gradient(self, a: Tensor, b: Tensor, main_grad: Tensor | None) -> Tensor:
-        """rows_by_rows; adds to the main gradient, if there is one, and returns an empty tensor."""
+        """Compute rows_by_rows; with a main gradient, add it to that in place and return an empty tensor."""
         if main_grad is None:
             return self.rows_by_rows(a, b).contiguous()
         # Rounded to 16 bits before it is added: for float32 operands grouped_mm loops over the experts.
@@ -164,13 +176,14 @@ class _Groups:
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
+    """Compute the operator of this name; so do the functions below that have an operator's name."""
     _check_grouped_gemm(x, weight, offs, bias)
     return _linear(_Groups(offs, x.shape[0]), x, weight, bias)
 
 
 def _linear(groups: _Groups, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """x weight[e]^T + bias[e], zero in padding."""
-    # one more step of k, since grouped_mm has no bias: added before the result is rounded
+    """Compute x weight[e]^T + bias[e], zero in padding."""
+    # grouped_mm has no bias: as one more column of k it is added before the result is rounded, as our kernels do
     if bias is not None:
         x = torch.cat([x, x.new_ones(x.shape[0], 1)], 1)
         weight = torch.cat([weight, bias[:, :, None]], 2)
@@ -203,13 +216,17 @@ def grouped_gemm_backward(
 
 @dataclass(frozen=True)
 class _Choices:
-    """Rows and choices of expert_mlp: row r is choice row_idx[r]; choice [t, k] is row inverse[t, k], -1 dropped."""
+    """Moves between the tokens and the rows of expert_mlp.
+
+    Row r is choice row_idx[r] of the T * K choices; choice k of token t is row inverse[t, k], -1 if it was dropped.
+    Indices are clamped where the result does not matter, since one out of range would fault on the device.
+    """
 
     row_idx: Tensor  # [R]
     inverse: Tensor  # [T, K]
 
     def in_rows(self, t: Tensor) -> Tensor:
-        """The rows of t [T, D], expert-major -> [R, D]; what there is in padding has no meaning."""
+        """Gather the tokens t [T, D] of all rows -> [R, D]; values in padding have no meaning."""
         num_tokens, num_choices = self.inverse.shape
         if 0 in self.inverse.shape:
             return t.new_empty(0, t.shape[1])
@@ -217,7 +234,7 @@ class _Choices:
         return t.index_select(0, tokens.clamp(0, num_tokens - 1))
 
     def factors(self, topk_weights: Tensor, dtype: torch.dtype) -> Tensor:
-        """topk_weights [T, K] of each row -> [R]"""
+        """Gather the topk_weights [T, K] of all rows -> [R]."""
         if topk_weights.numel() == 0:
             return topk_weights.new_empty(0, dtype=dtype)
         choices = self.row_idx.clamp(0, topk_weights.numel() - 1)
@@ -230,8 +247,9 @@ class _Choices:
         return rows.index_select(0, index.clamp(0, rows.shape[0] - 1)).masked_fill(dropped, 0)
 
     def summed(self, rows: Tensor, topk_weights: Tensor | None = None) -> Tensor:
-        """The (weighted) sum of the rows [R, D] of each token's choices, in their order -> [T, D]"""
+        """Sum the rows [R, D] of each token's choices, times topk_weights [T, K] if given -> [T, D]."""
         dtype = _compute_dtype(rows)
+        # one choice at a time, in their order, which needs no tensor [T, K, D]
         out = rows.new_zeros(self.inverse.shape[0], rows.shape[1], dtype=dtype)
         for k in range(self.inverse.shape[1] if rows.shape[0] else 0):
             row = self.of_choice(rows, k).to(dtype)
@@ -239,7 +257,7 @@ class _Choices:
         return out.to(rows.dtype)
 
     def gathered(self, values: Tensor) -> Tensor:
-        """values [R] of each choice, zero where it is dropped -> [T, K]"""
+        """Gather the values [R] of each choice -> [T, K], zero where it is dropped."""
         if 0 in self.inverse.shape:
             return values.new_zeros(self.inverse.shape)
         return torch.stack([self.of_choice(values, k) for k in range(self.inverse.shape[1])], 1)
@@ -247,15 +265,15 @@ class _Choices:
 
 @dataclass(frozen=True)
 class _Activation:
-    """An activation of expert_mlp, by the number that its operators know."""
+    """An activation of expert_mlp and its gradient; h [R, F] -> [R, H]."""
 
     forward: Callable[..., Tensor]
     backward: Callable[..., Tensor]
     gated: bool
-    clamped: bool = False  # up, to [-7, 7], and 1 added
+    clamped: bool = False  # clamped_swiglu: its factor is up, clamped to [-7, 7], plus 1
 
     def factor(self, up: Tensor) -> Tensor:
-        """The factor of the activated gate."""
+        """Compute the factor by which the activated gate is multiplied."""
         return up.clamp(-7.0, 7.0) + 1 if self.clamped else up
 
     def __call__(self, h: Tensor) -> Tensor:
@@ -265,16 +283,18 @@ class _Activation:
         return self.forward(gate) * self.factor(up)
 
     def gradient(self, grad: Tensor, h: Tensor) -> Tensor:
-        """The gradient of h for one of the activated rows."""
+        """Compute the gradient of h [R, F] from that of the activated rows [R, H]."""
         if not self.gated:
             return self.backward(grad, h)
         gate, up = (part.contiguous() for part in h.chunk(2, -1))
+        # y = f(gate) * factor(up): the product rule, one half for each factor
         grad_up = grad * self.forward(gate)
         if self.clamped:
             grad_up = grad_up * (up.abs() <= 7.0)
         return torch.cat([self.backward(grad * self.factor(up), gate), grad_up], -1)
 
 
+# by the number under which the operators know an activation: its place in KINDS
 ACTIVATIONS = tuple(_Activation(*CURVES[kind.curve], kind.gated, kind.curve == CLAMPED) for kind in KINDS)
 
 
@@ -282,10 +302,10 @@ def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
     a = ExpertMlp(*arguments)
     _check_expert_mlp(a)
     groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
-    h = _linear(groups, choices.in_rows(a.x), a.w1, a.b1)
-    activated = ACTIVATIONS[a.activation](h.to(_compute_dtype(h))).to(a.x.dtype)
-    y = _linear(groups, activated, a.w2, a.b2)
-    if a.combine:
+    h = _linear(groups, choices.in_rows(a.x), a.w1, a.b1)  # [R, F]
+    activated = ACTIVATIONS[a.activation](h.to(_compute_dtype(h))).to(a.x.dtype)  # [R, H]
+    y = _linear(groups, activated, a.w2, a.b2)  # [R, D]
+    if a.combine:  # [T, D]; else the rows, each times its weight
         y = choices.summed(y, a.topk_weights)
     elif a.topk_weights is not None:
         scaled = y * choices.factors(a.topk_weights, _compute_dtype(y))[:, None]
@@ -295,6 +315,7 @@ def expert_mlp(*arguments: Any) -> tuple[Tensor, Tensor]:
 
 def expert_mlp_backward(*arguments: Any) -> tuple[Tensor, ...]:
     a = ExpertMlpBackward(*arguments)
+    # the arguments of backward_inputs are those of backward without main_dw1 and main_dw2, its last two
     dx, dtopk_weights, dh, scaled_a = expert_mlp_backward_inputs(*arguments[:13])
     dweights = expert_mlp_backward_weights(
         *a[:7], a.topk_weights, dh, scaled_a, a.activation, a.combine, a.needs, a.main_dw1, a.main_dw2
@@ -310,7 +331,8 @@ def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
     dtype, act = _compute_dtype(a.x), ACTIVATIONS[a.activation]
     grad_rows, wide_h = choices.in_rows(a.grad_y) if a.combine else a.grad_y, a.h.to(dtype)
 
-    activated, grad = act(wide_h), groups.rows_by_weight(grad_rows, a.w2, transposed=True).to(dtype)
+    # grad: of the activated rows, still without topk_weights, whose own gradient needs it so
+    activated, grad = act(wide_h), groups.rows_by_weight(grad_rows, a.w2, transposed=True).to(dtype)  # [R, H]
     scaled, scaled_grad = activated, grad
     if a.topk_weights is not None:
         factors = choices.factors(a.topk_weights, dtype)[:, None]
@@ -321,6 +343,7 @@ def expert_mlp_backward_inputs(*arguments: Any) -> tuple[Tensor, ...]:
     dtopk_weights = nothing
     if a.needs[5]:
         assert a.topk_weights is not None
+        # <grad_row, w2 a + b2> = <w2^T grad_row, a> + <grad_row, b2>: y need not be computed again
         products = (grad * activated).sum(1) + groups.dots(grad_rows, a.b2, dtype)
         dtopk_weights = choices.gathered(products).to(a.topk_weights.dtype)
     return (
@@ -342,6 +365,7 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
         if main is not None:
             _check_main_grad(main, weight, f"main_d{name}", name)
     groups, choices = _Groups(a.offs, a.row_idx.shape[0]), _Choices(a.row_idx, a.inverse)
+    # dw2 takes the weights of the choices from scaled_a, db2 from factors
     grad_rows = choices.in_rows(a.grad_y) if a.combine else a.grad_y
     factors = None if a.topk_weights is None else choices.factors(a.topk_weights, _compute_dtype(a.x))
     computed = (
@@ -356,7 +380,7 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-# Checks of the arguments, in the words of those of csrc (checks.h, grouped_gemm.h, expert_mlp.h).
+# Checks of the arguments, with the same errors as csrc's (checks.h, grouped_gemm.h, expert_mlp.h).
 
 
 def _check_grouped_gemm(
@@ -379,7 +403,7 @@ def _check_grouped_gemm(
 
 
 def _check_expert_mlp(a: ExpertMlp | ExpertMlpBackward | ExpertMlpBackwardWeights) -> None:
-    """Check what a forward and both halves of a backward have in common."""
+    """Check the arguments that expert_mlp and the halves of its backward share; then those of a backward."""
     needed = ("x", "row_idx", "inverse", "offs", "w1", "w2", "grad_y", "h", "dh", "scaled_a")
     optional = ("b1", "b2", "topk_weights", "main_dw1", "main_dw2")
     given = a._asdict()
@@ -388,6 +412,7 @@ def _check_expert_mlp(a: ExpertMlp | ExpertMlpBackward | ExpertMlpBackwardWeight
         raise RuntimeError(
             f"activation must be in [0, {len(KINDS)}), a place in ops.ACTIVATIONS, but got {a.activation}"
         )
+    # the sizes T, K, E, D and H follow from x, inverse and w2, with which the others are compared
     gated = KINDS[a.activation].gated
     x, w1, w2 = a.x, a.w1, a.w2
     _check_float(x, "x")
@@ -418,6 +443,7 @@ def _check_expert_mlp(a: ExpertMlp | ExpertMlpBackward | ExpertMlpBackwardWeight
         _check_shape(a.topk_weights, "topk_weights", "[T, K]", T, K)
     if isinstance(a, ExpertMlp):
         return
+    # of a backward
     _check_needs(a.needs, "dx, dw1, db1, dw2, db2, dtopk_weights")
     if a.needs[5] and a.topk_weights is None:
         raise RuntimeError("needs asks for the gradient of topk_weights, which is None")
@@ -467,7 +493,7 @@ def _check_gradient_mode(operators: str, function: str) -> None:
 
 def _check_devices(needed: dict[str, Tensor], optional: dict[str, Tensor | None]) -> None:
     for name, given in needed.items():
-        if given is None:  # what the dispatcher makes of None for a tensor
+        if given is None:  # the dispatcher passes None where a C++ kernel would get an undefined tensor
             raise RuntimeError(f"{name} must be a tensor, but got None")
     first, like = next(iter(needed.items()))
     for name, t in (needed | optional).items():
@@ -476,7 +502,7 @@ def _check_devices(needed: dict[str, Tensor], optional: dict[str, Tensor | None]
 
 
 def _check_shape(t: Tensor, name: str, shape: str, *sizes: int | None) -> None:
-    """sizes: of each dimension, None for any."""
+    """Raise RuntimeError unless t has these sizes; None stands for any size. shape: how the error names them."""
     if t.dim() != len(sizes):
         raise RuntimeError(f"{name} must have shape {shape}, but got shape {list(t.shape)}")
     for d, size in enumerate(sizes):

@@ -33,8 +33,9 @@ def _why_not_loaded(error: ImportError) -> str:
     )
 
 
+# 1. The CPU module: the schemas of all operators, and their CPU kernels.
 try:
-    import fmoe_ext._C  # noqa: F401  (registers the schemas and the CPU kernels)
+    import fmoe_ext._C  # noqa: F401
 except ImportError as error:
     raise ImportError(
         f"{_why_not_loaded(error)}. "
@@ -42,6 +43,7 @@ except ImportError as error:
     ) from error
 
 
+# 2. The instruction set, if the environment names one.
 if (_isa := _env.get("FMOE_CPU_ISA")) is not None and not torch.ops.fmoe_ext._set_cpu_isa(_isa):
     _refused_isa = torch.ops.fmoe_ext._cpu_isa_refused() == _isa
     _why = "the system refuses to this process" if _refused_isa else "this processor does not have"
@@ -62,7 +64,7 @@ def _load_cuda_module() -> str | None:
 
 
 def _refuse_tensors(dispatch_key: str, reason: str) -> torch.library.Library:
-    """Have operators without a kernel for a device say why, as long as the result lives."""
+    """Make operators without a kernel for a device raise the reason, as long as the result lives."""
 
     def refuse(*_: object) -> None:
         raise RuntimeError(reason)
@@ -81,10 +83,12 @@ def _refuse_tensors(dispatch_key: str, reason: str) -> torch.library.Library:
     return library
 
 
+# 3. The CUDA module, or errors that say why there is none; None here says that it is loaded.
 cuda_module_missing = _load_cuda_module()
 if cuda_module_missing is not None and (torch.version.cuda or torch.version.hip):
     _refused = _refuse_tensors("CUDA", cuda_module_missing)
 
+# 4. The public functions, whose files look up operators when they are imported.
 from fmoe_ext.ops import in_order  # noqa: E402, F401  (torch's functions in batch_invariant())
 from fmoe_ext.ops.activations import ACTIVATIONS  # noqa: E402
 from fmoe_ext.ops.apply_capacity import (  # noqa: E402
@@ -117,6 +121,7 @@ from fmoe_ext.ops.sort_tokens import (  # noqa: E402
 )
 from fmoe_ext.ops.topk_gate import topk_gate, topk_gate_again, topk_gate_ref  # noqa: E402
 
+# 5. The choice of CUDA kernels; by name, because ops is below the room gpu.
 if cuda_module_missing is None:
     importlib.import_module("fmoe_ext.gpu.kernels").SELECTION.prepare()
 
@@ -127,10 +132,10 @@ def build_info() -> dict[str, str]:
 
 
 def release_memory() -> None:
-    """Return the memory to the system that the CPU operators keep of freed gradients and workspaces.
+    """Return memory to the system that the CPU operators have kept when gradients and workspaces were freed.
 
-    They keep blocks of 4 MiB and more for the next step. The system takes the pages where it needs memory; until then
-    they count as resident. Useful before a program measures its memory.
+    They keep blocks of 4 MiB and more for the next step. The system can take the pages when it needs memory; until then
+    they count as resident. Call it before a program measures its memory.
     """
     torch.ops.fmoe_ext._release_memory()
 

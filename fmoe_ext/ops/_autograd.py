@@ -1,7 +1,7 @@
-"""Registrations of gradients, fake kernels and autocast rules that torch.library does not offer.
+"""Register gradients, fake kernels and autocast rules of operators, where torch.library's own ways do not do.
 
-An operator's gradient is two functions, setup(ctx, inputs, output) and backward(ctx, *grads), which register_autograd()
-makes known in two places, and as_node() in a third:
+An operator's gradient is two functions, setup(ctx, inputs, output) and backward(ctx, *grads). register_autograd() puts
+them into two places, and as_node() into a third:
 
 * the dispatcher (torch.library.register_autograd), for compiled graphs and for those who call the operator itself;
 * an autograd.Function (call_functional), because torch.func cannot transform the dispatcher's;
@@ -9,9 +9,9 @@ makes known in two places, and as_node() in a third:
   is needed: it is half of the host time of the dispatcher's.
 
 Forward mode is refused everywhere: without a rule, torch takes an operator's result for a constant, and a tangent
-becomes zero without a word. Operators of backwards know no gradient in the dispatcher, which would cost each call time:
-their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where that is asked for
-(register_second_derivative).
+silently becomes zero. Operators that compute a backward have no gradient in the dispatcher, which would cost each call
+time: their kernels refuse gradient mode (csrc/checks.h), and call() differentiates them where a second derivative is
+asked for (register_second_derivative).
 """
 
 import inspect
@@ -27,7 +27,7 @@ from fmoe_ext.ops.batch_invariant import with_mode_of_forward
 
 
 def refuse_tangents(name: str, *tensors: torch.Tensor | None) -> None:
-    """Raise where forward-mode differentiation would take the operator's result for a constant, without a word."""
+    """Raise NotImplementedError if one has a forward-mode tangent, which the operator would silently drop."""
     for t in tensors:
         if t is not None and t.is_floating_point() and unpack_dual(t).tangent is not None:
             raise no_forward_mode(name)
@@ -42,14 +42,17 @@ def no_forward_mode(name: str) -> NotImplementedError:
 
 
 class _Below(threading.local):
-    runs = False  # True while this thread computes in a node of our own, which refuses tangents itself
+    runs = False  # True while this thread is in a node of our own, whose jvp() refuses tangents
 
 
 _below: Final = _Below()
 
 
 class _ReverseModeOnly(Library):
-    """Put a check for forward-mode tangents in front of the kernels that are registered."""
+    """A library that puts a check for forward-mode tangents in front of every kernel that is registered with it.
+
+    torch.library.register_autograd(lib=...) registers its autograd kernel by impl(), which is the place to wrap it.
+    """
 
     def __init__(self, places: Sequence[int] | None) -> None:
         super().__init__("fmoe_ext", "IMPL")
@@ -66,7 +69,7 @@ class _ReverseModeOnly(Library):
             try:
                 return fn(keyset, *args)
             except RuntimeError as error:
-                # torch.library's registration cannot be transformed, and torch's own words are for its author
+                # torch.func cannot transform what torch.library registers; torch's error does not say what to do
                 if isinstance(error, NotImplementedError) or not _are_wrapped(*tensors_of(args)):
                     raise
                 way_out = (
@@ -80,7 +83,7 @@ class _ReverseModeOnly(Library):
                 ) from error
 
         def tensors_of(args: Sequence[Any]) -> list[torch.Tensor]:
-            # defaults at the end are left out
+            # the dispatcher leaves out arguments at the end that have their default
             given = args if places is None else [args[place] for place in places if place < len(args)]
             entries = [t for entry in given for t in (entry if isinstance(entry, list) else (entry,))]
             return [t for t in entries if isinstance(t, torch.Tensor)]
@@ -98,7 +101,7 @@ def is_transformed(*tensors: torch.Tensor | None) -> bool:
 
 
 def _are_wrapped(*tensors: torch.Tensor | None) -> bool:
-    # torch has no public way to ask; a wrapper has no memory, so asking for its address raises
+    # torch has no public way to ask; a wrapper of torch.func has no memory, so asking for its address raises
     try:
         for t in tensors:
             if type(t) is torch.Tensor:  # as wrappers are, but neither parameters nor fake tensors
@@ -114,25 +117,29 @@ def call_functional(op_name: str, *args: Any) -> Any:
 
 
 def call(op_name: str, *args: Any) -> Any:
-    """Call an operator in a backward, inside torch.func's transforms too; args: all of them, the gradient first."""
+    """Call an operator that can be differentiated again, inside torch.func's transforms too: in a backward, mostly.
+
+    args: all arguments of the operator; in a backward the first is the gradient.
+    """
+    # 1. With a gradient of its own, or in a transform: by the autograd.Function.
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
             return call_functional(op_name, *args)
     name = op_name.removeprefix("fmoe_ext::")
-    # of the gradient alone: the forward has refused the tangents of the others
+    # 2. Else the operator itself. Only the gradient may have a tangent: the forward has refused those of the others.
     if unpack_dual(args[0]).tangent is not None:
         refuse_tangents(name, args[0])
     op = getattr(torch.ops.fmoe_ext, name)
     if torch.is_grad_enabled() and "_backward" in name and not torch.compiler.is_compiling():
-        # part of a graph of gradients (create_graph) that depends on nothing: the kernel refuses gradient mode
+        # with create_graph, but nothing here needs a gradient: the kernel would refuse gradient mode
         with torch.no_grad():
             return op(*args)
     return op(*args)
 
 
 def below(op: Callable[..., Any], *args: Any) -> Any:
-    """Call op(*args) in a node of our own, which refuses tangents itself: to look for them twice takes host time."""
+    """Call op(*args) in a node of our own, whose jvp() refuses tangents: looking for them twice takes host time."""
     _below.runs = True
     try:
         return op(*args)
@@ -170,6 +177,7 @@ def _make_functional(
 ) -> type[torch.autograd.Function]:
     name = op_name.removeprefix("fmoe_ext::")
 
+    # with setup_context apart from forward, as torch.func needs it
     def forward(*args: Any) -> Any:
         return getattr(torch.ops.fmoe_ext, name)(*args)
 
@@ -192,9 +200,9 @@ def register_autograd(
     *,
     places: Sequence[int] | None = None,
 ) -> None:
-    """Register a gradient as torch.library.register_autograd; forward mode raises, where that would give zeros.
+    """Register a gradient as torch.library.register_autograd does; but forward mode raises, instead of giving zeros.
 
-    places: of the arguments with a floating dtype, which may come with a tangent; None: all tensors.
+    places: positions of the arguments that may have a tangent, floating ones; None: look at all tensors.
     """
     setup_context, backward = with_mode_of_forward(setup_context, backward)
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
@@ -206,9 +214,9 @@ Kernel = TypeVar("Kernel", bound=Callable[..., Any])
 
 
 def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Define an operator as torch.library.custom_op; register_autograd() refuses its forward mode.
+    """Define an operator as torch.library.custom_op does, for which register_autograd() can refuse forward mode.
 
-    torch's has an autograd kernel of its own, which drops tangents without a word and which nobody can replace.
+    torch's own has an autograd kernel that silently drops tangents and cannot be replaced.
     """
 
     def define(kernel: Callable[..., Any]) -> Any:
@@ -223,17 +231,18 @@ def custom_op(op_name: str) -> Callable[[Callable[..., Any]], Any]:
 def register_fake(
     op_name: str, arguments: type[Any] | None = None, /, **ranks: int
 ) -> Callable[[Kernel], Kernel]:
-    """Register a fake kernel as torch.library.register_fake, which is called with tensors of one device only.
+    """Register a fake kernel as torch.library.register_fake does, behind checks of its tensors.
 
-    arguments: the kernel takes one argument, of this NamedTuple; None: it takes those of the operator.
-    ranks: how many dimensions arguments must have, by name; the kernel may then read their sizes.
-    The dispatcher takes the fake kernel too when one of several tensors is on "meta": without a check of the devices
-    its result would be memory that nothing was written to.
+    arguments: the kernel takes one argument, this NamedTuple; None: it takes the operator's.
+    ranks: the number of dimensions that each argument must have, by name; the kernel may then read their sizes.
+    All tensors must be on one device: the dispatcher calls the fake kernel also where one of several tensors is on
+    "meta", and the result would be memory that nothing was written to.
     """
 
     def register(kernel: Kernel) -> Kernel:
         names = list(inspect.signature(kernel).parameters) if arguments is None else arguments._fields
 
+        # torch passes arguments by place or by name; the checks need the names
         def checked(*args: Any, **kwargs: Any) -> Any:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             tensors = {name: t for name, t in given.items() if isinstance(t, torch.Tensor)}
@@ -256,9 +265,9 @@ def register_fake(
 
 
 def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, ...]) -> None:
-    """Have op cast the arguments at these positions to the autocast dtype, and no others.
+    """Make op cast its arguments at these positions to the autocast dtype, and no others.
 
-    (torch.library.register_autocast casts every tensor, to a dtype fixed at registration.)
+    torch.library.register_autocast would cast every tensor, and to a dtype fixed at registration.
     """
 
     def for_device(device_type: str) -> Callable[..., Any]:
@@ -267,7 +276,7 @@ def register_autocast(library: torch.library.Library, op: Any, cast: tuple[int, 
             return t.to(torch.get_autocast_dtype(device_type)) if wanted and place in cast else t
 
         def kernel(*args: Any) -> Any:
-            with torch.autocast(device_type, enabled=False):
+            with torch.autocast(device_type, enabled=False):  # else op(...) comes here again
                 return op(*(convert(place, t) for place, t in enumerate(args)))
 
         return kernel
@@ -293,12 +302,12 @@ def cast_for_autocast(*tensors: torch.Tensor | None) -> tuple[Any, ...]:
 def register_second_derivative(
     op_name: str, backward: Callable[..., Any], setup_context: Callable[..., None] | None = None
 ) -> None:
-    """Give a backward operator a gradient for call() alone; its kernels must refuse gradient mode (csrc/checks.h)."""
+    """Give a backward's operator a gradient that call() alone uses; its kernels must refuse gradient mode."""
     _functional[op_name] = _make_functional(op_name, backward, setup_context)
 
 
 def register_vmap_in_turn(op_name: str) -> None:
-    """Have vmap compute a batch in turn; torch has such a rule, but not for what may write to an argument."""
+    """Make vmap compute the elements of a batch in turn; torch's own such rule refuses operators that may write."""
     op = getattr(torch.ops.fmoe_ext, op_name.removeprefix("fmoe_ext::"))
 
     def rule(
@@ -320,12 +329,12 @@ def register_vmap_in_turn(op_name: str) -> None:
 
 
 def register_not_differentiable_twice(op_name: str) -> None:
-    """Have a second differentiation raise instead of giving gradients that lack a term."""
+    """Make a second differentiation raise, instead of giving gradients that lack a term."""
     register_second_derivative(op_name, _refusal(op_name, "second derivatives are not implemented"))
 
 
 def register_not_differentiable(op_name: str, reason: str = "second derivatives are not implemented") -> None:
-    """Have a differentiation of the operator itself raise too; torch would warn and take its results for constants."""
+    """Make a differentiation of the operator itself raise; torch would warn and take its results for constants."""
     register_autograd(op_name, _refusal(op_name, reason))
 
 

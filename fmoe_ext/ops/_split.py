@@ -1,8 +1,8 @@
-"""The autograd nodes of a product: one, or three where a pipeline may ask for the gradients of its inputs first.
+"""Make the autograd nodes of a product: one, or three where a pipeline may ask for the gradients of its inputs first.
 
-Zero-bubble pipeline schedules run autograd for the inputs of a stage, go on, and run it again for the weights. A fused
-backward would be computed twice. Where torch.distributed.pipelining is loaded, its node is three, and autograd runs
-those that it needs:
+Zero-bubble pipeline schedules run autograd for the inputs of a stage, go on, and run it again for the weights. With one
+node per product, each of the two runs would compute its whole backward. So where torch.distributed.pipelining is
+loaded a product is three nodes, and autograd runs those that it needs:
 
     y = _Join(_Weights(weights), _Inputs(inputs))
 
@@ -61,7 +61,7 @@ class _Product(Protocol):
 
 
 class _InMode:
-    """A product of batch_invariant(), whose backward may come after the block or on another thread."""
+    """A product called inside batch_invariant(), whose backward runs in the mode too, after the block or elsewhere."""
 
     def __init__(self, product: _Product) -> None:
         self.name, self.once_differentiable = product.name, product.once_differentiable
@@ -90,9 +90,11 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
     if is_batch_invariant():
         product = _InMode(product)
     may_be_split = "torch.distributed.pipelining" in sys.modules and learns(inputs) and learns(weights)
-    may_be_split = may_be_split and not is_selective()  # which refuses that _Join marks what it keeps
+    # a selective checkpoint refuses that _Join changes in place (mark_dirty) what it has kept
+    may_be_split = may_be_split and not is_selective()
     if not (may_be_split or product.once_differentiable):
         return _Whole.apply(product, len(inputs), *inputs, *weights)
+    # _Inputs before _Weights: of two nodes that are ready, the engine runs the younger first
     link = _Link()
     token = _Inputs.apply(link, product, product.shape(inputs, weights), *inputs)
     # _Weights computes y, but its node must not lead to the inputs: _Inputs does
@@ -127,10 +129,11 @@ def learns(tensors: Tensors) -> bool:
 class _Link:
     """Link from _Inputs to the node of _Weights; a link back would be a circle that is never freed."""
 
-    weights: Any = None
+    weights: Any = None  # the ctx of _Weights
 
 
 def _once_if_asked(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tuple[Any, ...]]:
+    """Decorate a backward as once_differentiable, for the products that ask for it."""
     once = once_differentiable(backward)
 
     def chosen(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
@@ -140,12 +143,16 @@ def _once_if_asked(backward: Callable[..., tuple[Any, ...]]) -> Callable[..., tu
 
 
 class _OfProduct(torch.autograd.Function):
+    """Base of the nodes: refuses forward mode."""
+
     @staticmethod
     def jvp(ctx: Any, *_: Any) -> None:
         raise no_forward_mode(ctx.product.name)
 
 
 class _Whole(_OfProduct):
+    """One node for all gradients."""
+
     @staticmethod
     def forward(ctx: Any, product: _Product, num_inputs: int, *tensors: torch.Tensor | None) -> torch.Tensor:
         y, saved = product.forward(tensors[:num_inputs], tensors[num_inputs:])
@@ -162,20 +169,23 @@ class _Whole(_OfProduct):
 
 
 class _Inputs(_OfProduct):
+    """The node that gives the gradients of the inputs; its result stands for y in the graph and has no memory."""
+
     @staticmethod
     def forward(
         ctx: Any, link: _Link, product: _Product, shape: tuple[int, ...], *inputs: torch.Tensor | None
     ) -> torch.Tensor:
         ctx.link, ctx.product = link, product
         like = next(t for t in inputs if t is not None)
-        return like.new_empty(()).expand(shape)  # never read: stands for y in the graph
+        return like.new_empty(()).expand(shape)  # never read
 
     @staticmethod
     @_once_if_asked
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         weights = ctx.link.weights
         left, weights.left_for_inputs = weights.left_for_inputs, None
-        # by identity: a graph that is kept may run again, with another gradient of y
+        # _Weights has run first and left our gradients. Compared by identity: a graph that is kept (retain_graph) may
+        # run again, with another gradient of y.
         if left is not None and left[0] is grad_y:
             return None, None, None, *left[1]
         needs = list(ctx.needs_input_grad[3:]), list(weights.needs_input_grad[4:])
@@ -185,6 +195,8 @@ class _Inputs(_OfProduct):
 
 
 class _Weights(_OfProduct):
+    """The node that computes y, and gives the gradients of the weights."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -206,7 +218,8 @@ class _Weights(_OfProduct):
     def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[Any, ...]:
         needs = list(ctx.needs_input_grad[4:])
         left, ctx.left_for_weights = ctx.left_for_weights, None
-        # with create_graph the whole backward runs again: its graph raises when it is differentiated
+        # _Inputs has run first, in an earlier run of autograd, and left what we read besides. With create_graph the
+        # whole backward runs again instead: its graph raises when it is differentiated.
         if left is not None and left[0] is grad_y and not torch.is_grad_enabled():
             grads = ctx.product.backward_weights(ctx.saved_tensors, grad_y, left[1], needs)
         else:
@@ -216,6 +229,8 @@ class _Weights(_OfProduct):
 
 
 class _Join(torch.autograd.Function):
+    """Return y, and hand its gradient to both nodes."""
+
     @staticmethod
     def forward(ctx: Any, y: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
         ctx.mark_dirty(y)  # no copy, and no view, which a pipeline could not detach

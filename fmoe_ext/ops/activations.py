@@ -1,9 +1,12 @@
-"""The activations of expert_mlp: the one list from which every other in Python is made.
+"""List the activations of expert_mlp: the one list from which every other in Python is made.
 
-An activation is a curve, a function of one number, and whether it is gated. A new one is an entry of KINDS, and of
-CURVES if its curve is new; the lists of plain and of gated ones, and their names in a config.json, follow from these.
+An activation is a curve f, a function of one number, and is gated or not:
+    plain   h [R, H]              -> f(h)
+    gated   h [R, 2 H] = gate, up -> f(gate) * up
 
-tests/ops/test_activations.py compares it with csrc/activation.h and fmoe_ext/include/fmoe/ops.h.
+A new one is an entry of KINDS, and of CURVES if its curve is new; the lists of plain and of gated ones, and their names
+in a config.json, follow from these. tests/ops/test_activations.py compares it with csrc/activation.h and
+fmoe_ext/include/fmoe/ops.h.
 """
 
 from collections.abc import Callable, Mapping
@@ -15,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 aten = torch.ops.aten
-CLAMPED = "clamped_silu"  # the curve of GPT-OSS; its up is clamped to [-7, 7], and 1 is added
+CLAMPED = "clamped_silu"  # the curve of GPT-OSS, whose other factor is up clamped to [-7, 7], plus 1
 
 
 class _Curve(NamedTuple):
@@ -46,7 +49,7 @@ def _clamped_silu_backward(grad: Tensor, gate: Tensor) -> Tensor:
     return grad * (s * (1 + 1.702 * clamped * (1 - s)) * (gate <= 7.0))
 
 
-# By the name in CurveKind of csrc/activation.h.
+# {name in CurveKind of csrc/activation.h: the curve}
 CURVES: Mapping[str, _Curve] = MappingProxyType(
     {
         "gelu": _Curve(F.gelu, aten.gelu_backward),
@@ -63,14 +66,14 @@ CURVES: Mapping[str, _Curve] = MappingProxyType(
 
 
 class _Kind(NamedTuple):
-    """An activation."""
+    """An activation of the list KINDS."""
 
     name: str
     curve: str  # of CURVES; a plain activation has its curve's name
     gated: bool  # h is [gate, up], and the result curve(gate) * up
 
 
-# The list that every other follows. An operator takes an activation by its place here.
+# The operators know an activation by its place here.
 KINDS = (
     _Kind("gelu", "gelu", gated=False),
     _Kind("gelu_tanh", "gelu_tanh", gated=False),
@@ -85,6 +88,7 @@ KINDS = (
 
 
 def _function(kind: _Kind) -> Callable[..., Tensor]:
+    """Make the function h -> activated of an activation."""
     forward = CURVES[kind.curve].forward
     if not kind.gated:
         return forward
@@ -96,7 +100,7 @@ def _function(kind: _Kind) -> Callable[..., Tensor]:
 def _clamped_swiglu(h: Tensor) -> Tensor:
     gate, up = h.chunk(2, -1)
     gate = clamp_above(gate, 7.0)
-    # another order of products than _clamped_silu(gate) * (up + 1), which has other bits
+    # in this order, as experts.ClampedSwiGLU: _clamped_silu(gate) * (up + 1) has other bits
     return (clamp_both(up, 7.0) + 1) * gate * torch.sigmoid(1.702 * gate)
 
 

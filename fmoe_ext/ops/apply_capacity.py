@@ -1,9 +1,14 @@
-"""Capacity and dropping: an expert takes its first choices and drops what comes when it is full.
+"""Limit how many choices an expert takes: those over its capacity are dropped, as -1.
 
 The queue of an expert has all first choices in the order of tokens, then all second ones, and so on: a token loses its
-second expert before another loses its first. A choice over the capacity becomes -1. apply_capacity drops on one rank,
-with a capacity for each expert; over several ranks it is what earlier ones leave (ep/ranks.py). drop_choices does the
-same in a pass that also has GShard's random routing and the counts that a balance loss needs.
+second expert before another loses its first. With a capacity of 2:
+
+    topk_idx [[0, 1], [0, 1], [1, 0]]    expert 0: tokens 0, 1, then 2 as a second choice, which is dropped
+                                         expert 1: token 2, then 0 and 1 as second choices: 1 is dropped
+
+apply_capacity drops on one rank, with a capacity for each expert; over several ranks, that is what is left of it by the
+ranks before (ep/ranks.py). drop_choices does the same in one pass with GShard's random routing and the counts that a
+balance loss needs.
 """
 
 import torch
@@ -54,9 +59,9 @@ def apply_capacity_ref(
     topk_idx: torch.Tensor, num_experts: int, capacity: int | torch.Tensor
 ) -> torch.Tensor:
     """Compute apply_capacity in plain PyTorch: its oracle."""
-    by_choice = topk_idx.t().flatten().long()
+    by_choice = topk_idx.t().flatten().long()  # [K * T], the order of the queues
     chosen = torch.nn.functional.one_hot(by_choice + 1, num_experts + 1)[:, 1:]
-    rank = ((chosen.cumsum(0) - 1) * chosen).sum(1)
+    rank = ((chosen.cumsum(0) - 1) * chosen).sum(1)  # of each choice in its expert's queue
     limit = torch.as_tensor(capacity, device=topk_idx.device).expand(num_experts)[by_choice]
     kept = torch.where(rank < limit, by_choice, -1)
     return kept.view(topk_idx.t().shape).t().to(topk_idx.dtype)
@@ -83,7 +88,7 @@ def drop_choices(
         raise RuntimeError("topk_weights and uniform must both be given, or none of them")
     kept = apply_capacity(topk_idx, num_experts, capacity)
     if topk_weights is not None and uniform is not None:
-        # refuse what the operator of the CPU refuses; torch would broadcast it, or name operands of its own
+        # Refuse what the operator refuses on the CPU. torch would broadcast, or name its own operands in the error.
         if topk_weights.dtype not in (torch.float32, torch.float64):
             raise RuntimeError(f"topk_weights must be float32 or float64, but got {topk_weights.dtype}")
         if uniform.dtype != topk_weights.dtype:
@@ -101,6 +106,7 @@ def drop_choices(
                     f"{name} must be on {topk_idx.device} like topk_idx, but is on {given.device}"
                 )
         kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
+    # with `none`, so that K = 0 gives counts [0, E]
     none = topk_idx.new_empty((0, num_experts), dtype=torch.int64)
     of_choices = [count_tokens(choice, num_experts)[None] for choice in topk_idx.split(1, 1)]
     return kept, torch.cat((none, *of_choices))

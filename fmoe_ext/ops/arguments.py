@@ -1,7 +1,8 @@
-"""Arguments of the operators that have many of them, named and ordered as in csrc/ops.cpp (a test compares).
+"""Name the arguments of the operators that have many of them, in the order of csrc/ops.cpp (a test compares).
 
-T tokens, K choices of each, R = T * K rows in the experts' order, E experts, D and H the widths of a token and of an
-expert, F = H, or 2 H for a gated activation.
+Fake kernels and the stand-ins of gpu/torch_path.py take one of these instead of 12 to 30 arguments. T tokens, K choices
+of each, R = T * K rows in the experts' order, E experts, D and H the widths of a token and of an expert, F = H, or 2 H
+for a gated activation.
 """
 
 from typing import NamedTuple
@@ -23,7 +24,7 @@ class ExpertMlp(NamedTuple):
     topk_weights: Tensor | None  # [T, K]
     activation: int  # a place in activations.KINDS
     combine: bool  # sum each token's rows
-    save_h: bool
+    save_h: bool  # return h, for a backward
 
 
 class ExpertMlpBackward(NamedTuple):
@@ -61,7 +62,7 @@ class ExpertMlpBackwardWeights(NamedTuple):
     scaled_a: Tensor  # [R, H], activated rows times their weights
     activation: int
     combine: bool
-    needs: list[bool]  # of the whole backward
+    needs: list[bool]  # of the whole backward, as above
     main_dw1: Tensor | None
     main_dw2: Tensor | None
 

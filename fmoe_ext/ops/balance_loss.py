@@ -1,4 +1,7 @@
-"""balance_loss: E sum_e f_e p_e of a gate's logits and counts, whose gradient is computed from these alone."""
+"""balance_loss: E sum_e f_e p_e, f_e an expert's share of the choices, p_e its mean probability (Switch Transformer).
+
+Its gradient is computed from logits and counts alone, so that no probabilities [T, E] are kept.
+"""
 
 from typing import Any
 
@@ -35,9 +38,10 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
     """
     if score not in SCORES:
         raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')
+    # Elsewhere than on the CPU, in 16 bits and for subclasses: in plain PyTorch.
     is_plain = type(logits) is torch.Tensor and logits.dtype in (torch.float32, torch.float64)
     if not is_plain or logits.device.type != "cpu":
-        # what the operator refuses, torch would broadcast, or name by its own operands
+        # Refuse what the operator refuses. torch would broadcast, or name its own operands in the error.
         if logits.dim() != 2:
             raise RuntimeError(f"logits must have shape [T, E], but got shape {list(logits.shape)}")
         if counts.dtype != torch.int64:
@@ -47,6 +51,7 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
                 f"counts must have shape [E] with size {logits.shape[1]}, but got shape {list(counts.shape)}"
             )
         return balance_loss_ref(logits, counts, score)
+    # the operator alone, torch.func's form, or our node, which takes half of the host time (_autograd.py)
     number = SCORES.index(score)
     loss: torch.Tensor
     if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):

@@ -1,4 +1,9 @@
-"""balanced_shares: Sinkhorn's iteration on a gate's logits, over the tokens of all ranks."""
+"""balanced_shares: Sinkhorn's iteration on a gate's logits, over the tokens of all ranks.
+
+The matrix exp(logits) [T, E] becomes diag(of_token) exp(logits) diag(of_expert), with factors that make every row and
+every column sum up evenly: each token has as much to give, and each expert is given as much. Rows and columns are
+scaled in turn, which spoils the other a little less each time, until the experts' factors stay.
+"""
 
 from collections.abc import Callable
 
@@ -6,9 +11,9 @@ import torch
 
 from fmoe_ext.ops._autograd import custom_op, register_fake, register_not_differentiable
 
-TOLERANCE = 1e-4
-_EPSILON = 1e-8
-_MAX_ROUNDS = 1000
+TOLERANCE = 1e-4  # mean change of the experts' factors in a round, at which it ends
+_EPSILON = 1e-8  # added to sums, against a division by 0
+_MAX_ROUNDS = 1000  # for logits that do not converge
 
 
 def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
@@ -18,7 +23,8 @@ def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tenso
     gather(x, same_size=True): x of every rank.
     """
     num_experts = logits.shape[1]
-    # a factor of a row changes its own scale alone, so exp() cannot overflow; a token of NaN weighs nothing
+    # A row may be scaled at will, since of_token undoes it: by its largest, so that exp() cannot overflow. A token of
+    # NaN weighs nothing.
     cost = (logits - logits.amax(1, keepdim=True)).exp().nan_to_num(0.0)
     num_tokens = _sum_over_ranks(cost.new_ones(len(cost), 1), gather).clamp(min=1)
     of_expert = cost.new_ones(1, num_experts)
@@ -32,10 +38,10 @@ def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tenso
 
 
 def _sum_over_ranks(x: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
-    """Sum x [T, N] -> [1, N], with the same bits on every rank; of this microbatch alone.
+    """Sum x [T, N] over the tokens of all ranks -> [1, N], with the same bits on every rank.
 
-    ranks.sum() would add other microbatches (accumulation.py), and number its sums for a repeated forward, which does
-    not come here.
+    Not by ranks.sum(): that would add other microbatches (accumulation.py), and number its sums for a repeated forward,
+    which does not come here.
     """
     return torch.cat(gather(x.sum(0, keepdim=True), same_size=True)).sum(0, keepdim=True)
 

@@ -1,6 +1,7 @@
 """Let the room gpu choose kernels for CUDA tensors; without CUDA kernels nothing is registered and nothing happens.
 
-ops/ must not import gpu/, which is above it: gpu registers a chooser here instead.
+Operators call before(), while_compiling() and reserve() here. ops/ must not import gpu/, which is above it: instead,
+gpu/kernels.py registers its chooser when it is imported.
 """
 
 from collections.abc import Callable
@@ -8,16 +9,16 @@ from typing import Final
 
 
 class Chooser:
-    """Chooses kernels before a product; this one has nothing to choose."""
+    """The interface of a chooser; this one has nothing to choose."""
 
     def before(self, t: object) -> None:
-        """Choose before each product of a tensor t."""
+        """Choose kernels for the device of t; called before each product of t."""
 
     def while_compiling(self, t: object) -> None:
-        """Choose where a fake kernel runs."""
+        """Choose kernels for the device of t; called by fake kernels, since a compiled graph does not call before()."""
 
     def reserve(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
-        """Keep SMs of a GPU free while owner lives, until is_done() or until the result is called."""
+        """Keep SMs of a GPU free for other kernels, until owner is collected, is_done() or the result is called."""
         return lambda: None
 
 
@@ -25,7 +26,7 @@ _CHOOSERS: Final[list[Chooser]] = [Chooser()]  # the last one chooses
 
 
 def register(chooser: Chooser) -> None:
-    """Let this one choose from now on."""
+    """Let this chooser choose from now on."""
     _CHOOSERS.append(chooser)
 
 

@@ -1,4 +1,9 @@
-"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way."""
+"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way.
+
+    gate = min(gate, limit); up = min(max(up, -limit), limit); result = gate * sigmoid(alpha * gate) * (up + offset)
+
+In PyTorch these are several operators, each of which writes a tensor [..., H], and some of which keep one.
+"""
 
 import math
 from typing import Any
@@ -35,7 +40,7 @@ def clamped_glu(
     """
     options = (alpha, limit, offset, interleaved, clamps_activated)
     if h.device.type not in ("cpu", "meta"):
-        # what the operator of the CPU refuses, in its words
+        # refuse what the operator refuses on the CPU, with its errors
         if not h.is_floating_point():
             raise RuntimeError(f"h must be float64, float32, bfloat16 or float16, but is {h.dtype}")
         if not h.dim() or h.shape[-1] % 2:

@@ -1,4 +1,4 @@
-"""FMOE_DEBUG=1: on CUDA, too, an index out of range raises, at the price of a synchronisation a call."""
+"""Check indices with FMOE_DEBUG=1: one out of range raises on CUDA too, at the price of a synchronisation a call."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ def wanted(t: Any) -> bool:
 
 
 def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None:
-    """Raise what op says of copies of args on the CPU, where it reads the indices.
+    """Call op with copies of args on the CPU, where it reads the indices and raises.
 
-    cut: those of args that are no indices; they are copied without their columns, and in float32 whatever autocast
-    makes of them. What op rejects on any device it says itself, of what it was given.
+    cut: those of args that are no indices. They are copied without their columns, which costs nothing, and in float32,
+    whatever autocast makes of them. What is wrong on any device op says itself, of the arguments as they are.
     """
     try:
         with torch.no_grad():

@@ -1,10 +1,16 @@
-"""Rows that a rank sends in expert parallelism, and rows that come: the operators of fmoe_ext.ep.
+"""Arrange the rows that a rank sends in expert parallelism, and those that come: the operators of fmoe_ext.ep.
+
+    pad_routing       a send buffer with max_rows places for each rank, so that its size does not depend on the choices
+    counts_to_send    the message that says how many rows of each kind will come
+    columns_of_rows   the kind (an expert, say) of each row that has come, from these counts
+    token_ways        a token once for a rank (or node), though several of its experts are there
+    experts_of_rows   the label of such a row: which of the receiver's experts it is for
 
 On the CPU each is one operator (csrc/exchange_rows.cpp). On a GPU, and in a compiled graph, which fuses them, they are
 the operators of torch in `*_ref`, their oracle.
 
 Letters of shapes: T tokens, K choices of a token, E experts, W ranks, n kinds of rows for a rank, R rows to send, N
-rows that come.
+rows that come. A suffix as in rank_TK names a tensor's dimensions.
 """
 
 import torch
@@ -14,7 +20,8 @@ from fmoe_ext.ops._autograd import register_fake
 
 
 def _has_operator(x: torch.Tensor) -> bool:
-    return not (getattr(x, "is_cuda", False) or torch.compiler.is_compiling())  # it rejects what is no tensor
+    # anything but a tensor goes to the operator, which rejects it
+    return not (getattr(x, "is_cuda", False) or torch.compiler.is_compiling())
 
 
 def pad_routing(
@@ -28,6 +35,8 @@ def pad_routing(
 
     row_idx [R], inverse [T, K] int32, tokens_per_expert [W * n] int64: of rows sorted by rank (ops.sort_tokens)
     -> row_idx [W * max_rows], inverse [T, K], -1 for padding and for rows that do not fit.
+
+        rows for rank 0: a b c    rank 1: d    max_rows 2    ->    a b d -    (c does not fit)
     """
     if not _has_operator(row_idx):
         return pad_routing_ref(row_idx, inverse, tokens_per_expert, num_ranks, max_rows)
@@ -45,10 +54,12 @@ def pad_routing_ref(
     needed_W = tokens_per_expert.view(num_ranks, -1).sum(1)
     ends_W = needed_W.cumsum(0)
     begins_W = ends_W - needed_W
+    # row_idx: for each place of the buffer, the sorted row that goes there
     place = torch.arange(max_rows, device=ends_W.device)
     source = torch.where(place < needed_W[:, None], begins_W[:, None] + place, row_idx.shape[0])
     # padding reads the entry behind the last, -1, for which permute() writes zeros
     padded_idx = F.pad(row_idx, (0, 1), value=-1)[source.flatten()]
+    # inverse: for each choice, its rank and its place among the rows of that rank
     rank_TK = torch.bucketize(inverse, ends_W, right=True).clamp(max=num_ranks - 1)
     place_TK = inverse - begins_W[rank_TK]
     fits_TK = (inverse >= 0) & (place_TK < max_rows)
@@ -62,10 +73,11 @@ def counts_to_send(
     num_ranks: int,
     has_most: bool = False,
 ) -> torch.Tensor:
-    """Make what a rank tells each other one: the same header, and how many rows of each kind come.
+    """Make the message to each rank: the same header for all, and how many rows of each kind will come.
 
-    counts [W * n] int64, header [h] int64, order [W * n] int64: places in counts by rank, None if counts are so
-    -> [W, h + n] int64; has_most: between header and counts a column with the most rows for one rank.
+    counts [W * n] int64; header [h] int64; order [W * n] int64: where in counts the kinds of each rank are, rank after
+    rank, None if they lie so. has_most: a column between header and counts has the most rows that one rank gets
+    -> [W, h + n] int64.
     Equivalent to: torch.cat((header.expand(W, -1), counts[order].view(W, -1)), 1).
     """
     if not _has_operator(counts):
@@ -94,7 +106,7 @@ def columns_of_rows(
     """Find the column of counts [W, n] int64 in which each incoming row was counted -> [num_rows, 1] int32.
 
     Rows come by rank, then by column; only the columns [first, end) count, and are numbered from first. max_rows: every
-    rank sends as many, behind its counted ones padding (-1); 0: it sends what is counted.
+    rank sends this many rows, its counted ones and then padding (-1); 0: it sends the counted ones alone.
     Equivalent to: torch.arange(n).repeat(W).repeat_interleave(counts.flatten())[:, None].
     """
     end = counts.shape[1] if end is None else end
@@ -109,18 +121,21 @@ def columns_of_rows_ref(
     """Compute columns_of_rows in plain PyTorch: its oracle."""
     counts = counts[:, first:end]
     num_ranks, num_columns = counts.shape
+    # with output_size the host need not wait for the counts of a GPU
     if max_rows == 0:
         column = torch.arange(num_columns, dtype=torch.int32, device=counts.device).repeat(num_ranks)
         return column.repeat_interleave(counts.flatten(), output_size=num_rows).unsqueeze(1)
+    # each place of a rank's part lies in the column whose rows end behind it
     place = torch.arange(max_rows, device=counts.device).expand(num_ranks, -1).contiguous()
     column = torch.searchsorted(counts.cumsum(1), place, right=True)
     return torch.where(column < num_columns, column, -1).to(torch.int32).view(-1, 1)
 
 
 def token_ways(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Find the way that each choice goes, and the same with -1 where an earlier choice of the token goes it too.
+    """Find the way of each choice (its expert's rank or node), and the same with only the first choice of each way.
 
-    topk_idx [T, K] int64 or int32, -1 for dropped choices; ways [E] int64: of each expert -> [T, K] int64 each.
+    topk_idx [T, K] int64 or int32, -1 for dropped choices; ways [E] int64: the way of each expert
+    -> [T, K] int64, -1 for dropped choices; [T, K] int64, -1 also where an earlier choice of the token goes that way.
     """
     if not _has_operator(topk_idx):
         return token_ways_ref(topk_idx, ways)
@@ -130,6 +145,7 @@ def token_ways(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor
 def token_ways_ref(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute token_ways in plain PyTorch: its oracle."""
     way_TK = torch.where(topk_idx < 0, -1, ways[topk_idx.clamp(min=0).long()])
+    # tril(-1): only earlier choices of the same token count
     repeats_TK = (way_TK.unsqueeze(2) == way_TK.unsqueeze(1)).tril(-1).any(2)  # of [T, K, K] pairs
     return way_TK, torch.where(repeats_TK, -1, way_TK)
 
@@ -137,10 +153,11 @@ def token_ways_ref(topk_idx: torch.Tensor, ways: torch.Tensor) -> tuple[torch.Te
 def experts_of_rows(
     topk_idx: torch.Tensor, way: torch.Tensor, local: torch.Tensor, row_idx: torch.Tensor, wide: bool
 ) -> torch.Tensor:
-    """List for each row to send the experts of its token that its way leads to, else -1: [R, K] int16, int32 if wide.
+    """Label each row to send with the experts of its token that its way leads to: [R, K] int16, int32 if wide.
 
-    topk_idx [T, K] int64 or int32, way [T, K] int64 (token_ways), local [E] int64: the number that the receiver has for
-    an expert, row_idx [R] int32: choice t * K + k that a row is for, -1 for padding.
+    The label has the receiver's number of the expert for each choice of the token, -1 for choices that go another way.
+    topk_idx [T, K] int64 or int32; way [T, K] int64 (token_ways); local [E] int64: the number that the receiver has for
+    an expert; row_idx [R] int32: the choice t * K + k that a row is for, -1 for padding.
     """
     if not _has_operator(topk_idx):
         return experts_of_rows_ref(topk_idx, way, local, row_idx, wide)

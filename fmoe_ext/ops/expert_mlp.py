@@ -1,12 +1,17 @@
 """expert_mlp: dispatch, both layers of every expert and combine, as one operator.
 
+    x [T, D] -row_idx-> rows [R, D] -w1-> h [R, F] -activation-> a [R, H] -w2-> rows [R, D] -inverse-> y [T, D]
+
 The rows of expert e are offs[e - 1]:offs[e] of the sorted choices (sort_tokens). The kernels read them from x through
 row_idx, so no permuted copy of x is made, and none is kept. For the backward the operator keeps h, the pre-activation
-[R, H or 2H]: the activated rows are computed again from it, and so is <grad_y, y>, the gradient of topk_weights.
+[R, F] (F is H, or 2 H for a gated activation): the activated rows are computed again from it, and so is <grad_y, y>,
+the gradient of topk_weights.
 
-A call gets its gradients in one of four ways: where weights learn, from an autograd.Function (_split.py); where they
-are frozen, and in a compiled graph, from the dispatcher's registration; under torch.func, from call_functional(); with
-main gradients, outside of graphs, from three nodes, so that a gradient of the inputs alone adds nothing.
+A call gets its gradients in one of four ways:
+    weights learn                        a node of our own (_split.py)
+    weights are frozen, or a graph       the dispatcher's registration
+    inside torch.func                    call_functional()
+    main gradients, outside of graphs    three nodes of _split.py, so that a gradient of the inputs alone adds nothing
 """
 
 import functools
@@ -83,6 +88,7 @@ def expert_mlp(
             number, combine, False,
             cut=(x, w1, w2),
         )  # fmt: skip
+    # the operator keeps h only if a backward may come
     inputs, weights = (x, topk_weights, row_idx, inverse, offs), (w1, b1, w2, b2)
     weights_learn = learns(weights)
     save_h = torch.is_grad_enabled() and (weights_learn or learns(inputs))
@@ -95,9 +101,8 @@ def expert_mlp(
         return y
     if save_h and weights_learn and any(main_grads):
         return _into_main_grads(_ExpertMlp(number, combine, main_grads), inputs, weights)
-    if weights_learn and worthwhile(
-        inputs, weights
-    ):  # a node of our own takes half of the dispatcher's host time
+    # a node of our own takes half of the dispatcher's host time
+    if weights_learn and worthwhile(inputs, weights):
         x, w1, b1, w2, b2 = cast_for_autocast(x, *weights)
         return differentiate(_product(number, combine), (x, *inputs[1:]), (w1, b1, w2, b2))
     # no gradients, those of x and topk_weights alone, or a compiled graph
@@ -123,7 +128,7 @@ def expert_mlp_ref(
     T, K = inverse.shape
     rows_of_experts, begin = [], 0  # of each expert, [its rows, D]
     for e, end in enumerate(offs.tolist()):
-        choices = row_idx[begin:end].long()
+        choices = row_idx[begin:end].long()  # t * K + k of each row
         h = F.linear(x[choices // K], w1[e], None if b1 is None else b1[e])
         rows = F.linear(ACTIVATIONS[activation](h), w2[e], None if b2 is None else b2[e])
         if topk_weights is not None:
@@ -133,9 +138,11 @@ def expert_mlp_ref(
     y = torch.cat([*rows_of_experts, x.new_zeros(T * K - begin, x.shape[1])])
     if not combine:
         return y
+    # [T, K, D], zero for dropped choices, summed over K
     return (y[inverse.clamp(min=0).long()] * (inverse >= 0)[..., None]).sum(1)
 
 
+# {argument: its number of dimensions}, for the fake kernels
 _RANKS = MappingProxyType(
     {
         **{"grad_y": 2, "x": 2, "row_idx": 1, "inverse": 2, "offs": 1, "topk_weights": 2, "h": 2},
@@ -171,7 +178,7 @@ def _(a: ExpertMlpBackwardWeights) -> tuple[torch.Tensor, ...]:
 
 
 def _kept_rows(x: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
-    """Make [rows, columns]; on the CPU rows are an odd number of cache lines apart (csrc/kept_rows.h)."""
+    """Make [rows, columns] with the strides of the CPU's kernel: an odd number of cache lines (csrc/kept_rows.h)."""
     if x.device.type != "cpu":
         return x.new_empty((rows, columns))
     line = 64 // x.element_size()
@@ -190,6 +197,7 @@ def _returned(a: ExpertMlpBackward | ExpertMlpBackwardWeights) -> list[bool]:
 def _new_gradients(
     a: ExpertMlpBackward | ExpertMlpBackwardWeights, needs: Sequence[bool]
 ) -> tuple[torch.Tensor, ...]:
+    """Make dx, dw1, db1, dw2, db2, dtopk_weights, empty those that are not needed."""
     like = (a.x, a.w1, a.w1, a.w2, a.w2, a.x if a.topk_weights is None else a.topk_weights)
     shapes = (a.x.shape, a.w1.shape, a.w1.shape[:2], a.w2.shape, a.w2.shape[:2], a.inverse.shape)
     return tuple(
@@ -197,14 +205,16 @@ def _new_gradients(
     )
 
 
-PLACES = (0, 4, 5, 6, 7, 8)  # x, w1, b1, w2, b2, topk_weights among the arguments
+# of x, w1, b1, w2, b2, topk_weights among the arguments of the operator: what has a gradient
+PLACES = (0, 4, 5, 6, 7, 8)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.Tensor]) -> None:
     x, row_idx, inverse, offs, w1, _, w2, b2, topk_weights, activation, combine, save_h = inputs
     h = output[1]
     ctx.mark_non_differentiable(h)
-    ctx.set_materialize_grads(False)
+    ctx.set_materialize_grads(False)  # no zeros for the gradient of h, which nobody has
+    # in the order of expert_mlp_backward's arguments
     ctx.save_for_backward(x, row_idx, inverse, offs, w1, w2, b2, topk_weights, h)
     ctx.activation, ctx.combine, ctx.save_h = activation, combine, save_h
 
@@ -233,7 +243,10 @@ register_vmap_in_turn("fmoe_ext::expert_mlp_backward")
 
 @dataclass(frozen=True)
 class _ExpertMlp:
-    """expert_mlp for _split: inputs (x, topk_weights, row_idx, inverse, offs), weights (w1, b1, w2, b2)."""
+    """expert_mlp as a product of _split.py: inputs (x, topk_weights, row_idx, inverse, offs), weights (w1, b1, w2, b2).
+
+    backward_inputs leaves dh and the scaled activated rows for backward_weights.
+    """
 
     activation: int
     combine: bool
@@ -252,7 +265,8 @@ class _ExpertMlp:
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         x, topk_weights, *indices = inputs
         w1, b1, w2, b2 = weights
-        if self.once_differentiable:  # a main gradient is of the parameter: autograd must not see this cast
+        # with main gradients the node takes the parameters themselves, so that autograd must not see this cast
+        if self.once_differentiable:
             w1, w2 = cast_for_autocast(w1, w2)
         arguments = (x, *indices, w1, b1, w2, b2, topk_weights, self.activation, self.combine, True)
         y, h = below(torch.ops.fmoe_ext.expert_mlp, *arguments)
@@ -286,10 +300,11 @@ class _ExpertMlp:
         return self._of_weights(list(dweights), needs)
 
     def _main_grads_of(self, needs: list[bool]) -> Tensors:
-        mains = zip(self.main_grads, needs[::2], strict=True)  # of w1 and w2
+        mains = zip(self.main_grads, needs[::2], strict=True)  # those of w1 and w2 among w1, b1, w2, b2
         return tuple(main.find() if main and wanted else None for main, wanted in mains)
 
     def _of_weights(self, computed: list[torch.Tensor], needs: list[bool]) -> Tensors:
+        """Return what autograd gets for w1, b1, w2, b2."""
         grads: list[torch.Tensor | None] = [
             t if wanted else None for t, wanted in zip(computed, needs, strict=True)
         ]
@@ -302,7 +317,7 @@ class _ExpertMlp:
 
 @functools.cache
 def _product(activation: int, combine: bool) -> _ExpertMlp:
-    """Make a product without main gradients, once: there are two for each activation."""
+    """Return the product without main gradients, made once: there are two for each activation."""
     return _ExpertMlp(activation, combine)
 
 
@@ -310,7 +325,7 @@ def _product(activation: int, combine: bool) -> _ExpertMlp:
 def _into_main_grads(product: _ExpertMlp, inputs: Tensors, weights: Tensors) -> torch.Tensor:
     x, *others = inputs
     w1, b1, w2, b2 = weights
-    x, b1, b2 = cast_for_autocast(x, b1, b2)  # forward() casts w1 and w2
+    x, b1, b2 = cast_for_autocast(x, b1, b2)  # _ExpertMlp.forward casts w1 and w2
     return differentiate(product, (x, *others), (w1, b1, w2, b2))
 
 

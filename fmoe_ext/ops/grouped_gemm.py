@@ -1,7 +1,13 @@
 """grouped_gemm: one product for each expert's rows, with weights as nn.Linear or, transposed, as GPT-OSS stores them.
 
-Of y = x W^T the three products are y, dx = dy W and dW = dy^T x. With the weight transposed they are the same three in
-other roles, so the transposed form needs no kernel and no copy of the weight. Gradients come as in expert_mlp.py.
+A forward and its backward are three products. With the weight transposed they are the same three in other roles, so
+that the transposed form needs no kernel of its own and no copy of the weight:
+
+                 kernel of y          of dx                of dW
+    usual        y  = x  W^T          dx = dy W            dW = dy^T x
+    transposed   dx = dy V^T          y  = x  V            dV = x^T  dy
+
+Gradients come in the four ways of expert_mlp.py.
 """
 
 import contextlib
@@ -69,6 +75,7 @@ def grouped_gemm(
         return _grouped_gemm_transposed(x, weight, offs, bias)
     if debug.wanted(x):
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x, weight, offs, cut=(x, weight))
+    # as in expert_mlp: three nodes, a node of our own, or the dispatcher's gradient
     if main_grad is not None and torch.is_grad_enabled() and weight.requires_grad:
         return _into_main_grad(_GroupedGemm(main_grad), x, weight, offs, bias)
     if worthwhile((x,), (weight, bias)):
@@ -122,14 +129,15 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     x, weight, offs, _ = inputs
-    if not ctx.needs_input_grad[0]:  # then backward reads only the weight's shape
+    # without a gradient of x, backward reads only the weight's shape: keep no weight
+    if not ctx.needs_input_grad[0]:
         weight = weight.new_empty(()).expand(weight.shape)
     ctx.save_for_backward(x, weight, offs)
 
 
 def _backward(ctx: Any, grad_y: torch.Tensor) -> Tensors:
     x, weight, offs = ctx.saved_tensors
-    num_given = len(ctx.needs_input_grad)  # 3 when bias is left out
+    num_given = len(ctx.needs_input_grad)  # 3 when bias is left out of the call
     needs = [ctx.needs_input_grad[0], ctx.needs_input_grad[1], num_given > 3 and ctx.needs_input_grad[3]]
     grads = call("fmoe_ext::grouped_gemm_backward", grad_y, x, weight, offs, needs)
     dx, dweight, dbias = (grad if wanted else None for grad, wanted in zip(grads, needs, strict=True))
@@ -146,7 +154,10 @@ register_autocast(_library, torch.ops.fmoe_ext.grouped_gemm.default, cast=(0, 1,
 
 @dataclass(frozen=True)
 class _GroupedGemm:
-    """grouped_gemm for _split: inputs (x, offs), weights (weight, bias). Its halves share nothing."""
+    """grouped_gemm as a product of _split.py: inputs (x, offs), weights (weight, bias).
+
+    The halves of its backward share nothing, so that backward_inputs leaves nothing for backward_weights.
+    """
 
     main_grad: MainGrad | None = None
     name = "grouped_gemm"
@@ -162,9 +173,8 @@ class _GroupedGemm:
 
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         (x, offs), (weight, bias) = inputs, weights
-        if (
-            self.main_grad is not None
-        ):  # a main gradient is of the parameter, so autograd must not see this cast
+        # with a main gradient the node takes the parameter itself, so that autograd must not see this cast
+        if self.main_grad is not None:
             assert weight is not None
             (weight,) = cast_for_autocast(weight)
         return torch.ops.fmoe_ext.grouped_gemm(x, weight, offs, bias), (x, weight, offs)
@@ -182,6 +192,7 @@ class _GroupedGemm:
         return self._gradients(saved, grad_y, [False, *needs])[1:]
 
     def _gradients(self, saved: Tensors, grad_y: torch.Tensor, needs: list[bool]) -> Tensors:
+        """Compute those of dx, dweight and dbias that are needed; with a main gradient, add dweight to that."""
         main_grad = self.main_grad if needs[1] else None
         main = None if main_grad is None else main_grad.find()
         grads = call("fmoe_ext::grouped_gemm_backward", grad_y, *saved, needs, main)
@@ -197,16 +208,12 @@ def _into_main_grad(
     offs: torch.Tensor,
     bias: torch.Tensor | None,
 ) -> torch.Tensor:
-    x, bias = cast_for_autocast(x, bias)  # forward() casts the weight
+    x, bias = cast_for_autocast(x, bias)  # _GroupedGemm.forward casts the weight
     return differentiate(product, (x, offs), (weight, bias))
 
 
 class _Transposed:
-    """y = x @ weight[e] for _split, weight [E, D, N], by grouped_gemm's own three products.
-
-    Each does the work of another: the forward is the usual gradient of x, the gradient of x the usual forward, and the
-    gradient of weight the usual one with x and grad_y exchanged.
-    """
+    """y = x @ weight[e], weight [E, D, N], as a product of _split.py: the second line of the module's table."""
 
     name = "grouped_gemm"
     once_differentiable = False
@@ -219,6 +226,7 @@ class _Transposed:
     def forward(self, inputs: Tensors, weights: Tensors) -> tuple[torch.Tensor, Tensors]:
         (x, offs), (weight,) = inputs, weights
         assert x is not None and weight is not None
+        # the kernel of dx, whose gradient of y is our x; of its own x it reads only the shape
         not_read = x.new_empty((x.shape[0], weight.shape[2]))
         needs = [True, False, False]
         y = torch.ops.fmoe_ext.grouped_gemm_backward(x, not_read, weight, offs, needs)[0]
@@ -240,7 +248,7 @@ class _Transposed:
 
 
 class _TransposedAtOnce(torch.autograd.Function):
-    """For compiled graphs, which take no product as an argument."""
+    """_Transposed as one node, for frozen weights and for compiled graphs, which take no product as an argument."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
@@ -268,7 +276,7 @@ def _grouped_gemm_transposed(
             f"{list(weight.shape)}"
         )
     refuse_tangents("grouped_gemm", x, weight)
-    if debug.wanted(x):
+    if debug.wanted(x):  # the operator that checks the indices knows no transposed weight
         usual = weight.mT
         debug.check(torch.ops.fmoe_ext.grouped_gemm, x, usual, offs, cut=(x, usual))
     if worthwhile((x,), (weight,)):
@@ -282,5 +290,6 @@ def _grouped_gemm_transposed(
             f"bias must have the dtype of x, {x.dtype}, and shape [E, N] = {[weight.shape[0], weight.shape[2]]}, "
             f"but got {bias.dtype}, {list(bias.shape)}"
         )
+    # a product of no columns gives each row its expert's bias alone, zero in the padding, with the exact gradient
     no_columns = x.new_empty((x.shape[0], 0)), weight.new_empty((*bias.shape, 0))
-    return y + grouped_gemm(*no_columns, offs, bias)  # the bias of each row alone, with its exact gradient
+    return y + grouped_gemm(*no_columns, offs, bias)

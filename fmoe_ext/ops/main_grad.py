@@ -1,10 +1,11 @@
-"""Weight gradients that are added to a main gradient in backward, instead of being returned to autograd.
+"""Add weight gradients to a main gradient in backward, instead of returning them to autograd.
 
-A gradient that autograd gets is rounded to the weight's dtype and added to weight.grad by a second pass over both. In
-Megatron each weight has a main_grad in float32 instead, which the kernel that computes the gradient adds to itself: one
-pass, nothing rounded. The kernel writes during backward, which autograd does not see. So such a product cannot be in a
-compiled graph or a transform of torch.func, nor be differentiated twice, and gradients of its inputs alone must leave
-main_grad as it is (_split.py).
+    usual                kernel -> gradient, rounded to the weight's dtype -> a second pass adds it to weight.grad
+    with a main gradient kernel adds to weight.main_grad, float32, not rounded: one pass (Megatron)
+
+The kernel writes during backward, which autograd does not see. So such a product cannot be in a compiled graph or a
+transform of torch.func, nor be differentiated twice, and gradients of its inputs alone must leave main_grad as it is
+(_split.py).
 """
 
 from collections.abc import Iterable
@@ -59,11 +60,11 @@ class MainGrad:
         return main_grad[self.first : self.end]
 
     def added(self) -> torch.Tensor | None:
-        """Note that the gradient is added -> what autograd gets for it."""
+        """Note that the gradient is added -> what autograd gets for it: None, or with Megatron a tensor to wait for."""
         weight = self.parameter
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None
         weight.grad_added_to_main_grad = True
-        # with zero_out_wgrad, Megatron adds what autograd gets all the same
+        # with zero_out_wgrad, Megatron adds even so what autograd gets: zeros
         new = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
         return new(weight[self.first : self.end])

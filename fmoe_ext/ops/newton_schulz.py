@@ -1,4 +1,8 @@
-"""newton_schulz: the polynomial that orthogonalises the matrices of Muon's steps."""
+"""newton_schulz: the polynomial that orthogonalises the matrices of Muon's steps.
+
+With x = U S V^T, x x^T x = U S^3 V^T: a polynomial of odd powers of x acts on each singular value alone. The step
+s -> a s + b s^3 + c s^5, repeated, moves every s in (0, 1] near 1, so that x comes near U V^T.
+"""
 
 from typing import Any, Final
 
@@ -33,9 +37,9 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
             f"x must be a floating tensor [E, M, N] and steps in [0, {MAX_STEPS}], but got {x.dtype} {list(x.shape)} "
             f"and {steps}"
         )
-    # torch has AMX and bfdot, which the operator's kernels lack
+    # torch uses AMX and bfdot, which the operator's kernels do not
     torch_is_faster = x.dtype == torch.bfloat16 and fast_bfloat16() and cpu_isa() != "avx512_bf16"
-    # and every derivative: backward, forward and by torch.func
+    # PyTorch computes every derivative: backward, forward and by torch.func
     is_differentiated = (torch.is_grad_enabled() and x.requires_grad) or unpack_dual(x).tangent is not None
     if x.device.type != "cpu" or torch_is_faster or is_differentiated or is_transformed(x):
         return newton_schulz_ref(x, coefficients, steps) if steps else x.clone()
@@ -47,7 +51,7 @@ def newton_schulz_ref(x: torch.Tensor, coefficients: tuple[float, float, float],
     """Compute newton_schulz in plain PyTorch: its oracle."""
     a, b, c = coefficients
     for _ in range(steps):
-        gram = x @ x.mT
+        gram = x @ x.mT  # G
         x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=b, alpha=c), x, beta=a)
     return x
 

@@ -1,4 +1,7 @@
-"""Facts about the compiler for a package whose import must not import it: outside_graphs(), is_exporting()."""
+"""Ask the compiler, without importing it: outside_graphs() keeps a function out of graphs, is_exporting() asks.
+
+`import fmoe_ext` must not import torch._dynamo, which takes seconds.
+"""
 
 import functools
 import sys
@@ -10,7 +13,8 @@ import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
-_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"  # 2.11 calls every function it compiles exported
+# torch 2.11 calls every function that it compiles exported
+_COMPILING_IS_NOT_EXPORTING = torch.__version__ >= "2.13"
 
 
 def is_exporting() -> bool:
@@ -20,7 +24,7 @@ def is_exporting() -> bool:
 
 
 def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
-    """Decorate as torch.compiler.disable(reason=reason); that imports torch._dynamo at once: a second or more."""
+    """Decorate as torch.compiler.disable(reason=reason) does, which would import torch._dynamo at once."""
 
     def decorate(function: Callable[P, R]) -> Callable[P, R]:
         late = _Late(function, reason)
@@ -37,7 +41,10 @@ def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class _Late(ModuleType):
-    """A module, because the compiler reads attributes of modules as they are and traces those of other objects."""
+    """Disables a function at its first call in a graph.
+
+    It is a module because the compiler reads attributes of modules as they are, and traces those of other objects.
+    """
 
     def __init__(self, function: Callable[..., Any], reason: str):
         super().__init__(function.__qualname__)

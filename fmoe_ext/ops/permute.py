@@ -1,8 +1,11 @@
-"""permute and unpermute: rows of tokens to the experts' order and back.
+"""permute and unpermute: copy tokens to rows in the experts' order, and sum the rows of each token.
+
+    permute     rows[r] = x[row_idx[r] // K]                              [T, D] -> [R, D]
+    unpermute   y[t] = sum_k topk_weights[t, k] * rows[inverse[t, k]]     [R, D] -> [T, D]
 
 A row is read through row_idx, a token's rows are found through inverse (sort_tokens), so neither direction scatters and
-every sum has one order. Without weights each is the gradient of the other; with weights, unpermute_backward is, and its
-own derivatives are made of the same three.
+every sum has one order. Without weights each is the other's gradient. With weights the gradient of unpermute is
+unpermute_backward, whose own derivatives are made of these three operators.
 """
 
 from typing import Any
@@ -122,6 +125,7 @@ def _permute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 
 def _unpermute_setup(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     y, row_idx, inverse, topk_weights = inputs
+    # y, the largest of these, is read for the gradient of the weights alone
     weights_need_grad = topk_weights is not None and topk_weights.requires_grad
     ctx.save_for_backward(y if weights_need_grad else None, row_idx, inverse, topk_weights)
 
@@ -138,14 +142,19 @@ def _unpermute_backward(ctx: Any, grad: torch.Tensor) -> tuple[Any, ...]:
 def _unpermute_backward_backward(
     ctx: Any, grad_grad_y: torch.Tensor, grad_grad_weights: torch.Tensor
 ) -> tuple[Any, ...]:
-    """Differentiate by the same operators: unpermute is linear in y and in the weights."""
+    """Differentiate by the same operators: unpermute is linear in y and in the weights.
+
+    The first backward gave grad_y = weights * grad_out and grad_weights = <grad_out, y>, row by row.
+    """
     grad_out, y, row_idx, inverse, topk_weights = ctx.saved_tensors
+    # through grad_y: of grad_out, then of the weights
     grad_grad_out = call("fmoe_ext::unpermute", grad_grad_y, row_idx, inverse, topk_weights)
     grad_y = grad_topk_weights = None
     if topk_weights is not None:
         _, grad_topk_weights = call(
             "fmoe_ext::unpermute_backward", grad_out, grad_grad_y, row_idx, inverse, topk_weights
         )
+    # through grad_weights: of grad_out, and of y
     if y is not None:
         grad_grad_out = grad_grad_out + call("fmoe_ext::unpermute", y, row_idx, inverse, grad_grad_weights)
         grad_y, _ = call("fmoe_ext::unpermute_backward", grad_out, None, row_idx, inverse, grad_grad_weights)

@@ -1,4 +1,4 @@
-"""The processor: which kernels it gets, and which type it multiplies fast."""
+"""Ask the processor: which instruction set the CPU kernels use, and whether torch multiplies bfloat16 fast on it."""
 
 import functools
 
@@ -26,7 +26,7 @@ def fast_bfloat16() -> bool:
     has = torch.cpu.get_capabilities()
     if has.get("architecture") != "x86_64":
         return bool(has.get("bf16"))
-    # get_cpu_capability() is less than the processor's if ATEN_CPU_CAPABILITY says so
+    # less than the processor's if ATEN_CPU_CAPABILITY limits torch
     if "AVX512" not in torch.backends.cpu.get_cpu_capability():
         return False
     is_made_for_amx = has.get("avx512_fp16") and "Intel" in has.get("cpu_name", "")

@@ -9,8 +9,8 @@ has the number t * K + k; sorting these numbers by expert, stably, gives the row
 
 row_idx brings tokens to rows and inverse rows to tokens, each by reading, so that nothing is scattered and every sum
 has one order. Dropped choices (-1) have no row; the rows that they leave over are padding at the end (row_idx -1).
-Sizes do not depend on the choices, so the host need not wait for a device to know them. It is a counting sort: counts
-come with it. Who needs counts alone calls count_tokens.
+Sizes do not depend on the choices, so the host need not wait for a device to know them. The operator is a counting
+sort, which gives the counts too; count_tokens gives the counts alone.
 """
 
 from typing import NamedTuple
@@ -80,8 +80,8 @@ def sort_tokens_ref(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     flat = topk_idx.flatten().long()
     tokens_per_expert = torch.bincount(flat[flat >= 0], minlength=num_experts)
     offs = tokens_per_expert.cumsum(0).int()
-    order = torch.argsort(torch.where(flat < 0, num_experts, flat), stable=True)
-    rank = torch.argsort(order)
+    order = torch.argsort(torch.where(flat < 0, num_experts, flat), stable=True)  # dropped choices last
+    rank = torch.argsort(order)  # the inverse permutation
     kept = flat >= 0
     row_idx = torch.where(kept[order], order, -1).int()
     inverse = torch.where(kept, rank, -1).int().view(topk_idx.shape)

@@ -1,8 +1,10 @@
-"""topk_gate: a token's experts and their weights, from its logits.
+"""topk_gate: choose a token's experts from its logits, and weigh them by their scores.
+
+    logits [T, E]  ->  topk_idx [T, K], the best K experts of each token  ->  topk_weights [T, K], their scores
 
 The choice has no gradient. The weights have one, which a backward computes from logits and choices alone, so no scores
-are kept. Experts are compared by logit where that orders them as their scores do: two large logits have one softmax
-after rounding, and which expert is better must not depend on that. Three forms with the same bits:
+are kept. Experts are compared by logit where that orders them as their scores do: two large logits may have the same
+softmax after rounding, and which expert is better must not depend on that. Three forms with the same bits:
 
 * topk_gate is the operator, with its gradient as a node of autograd;
 * topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer each node and
@@ -69,6 +71,7 @@ def topk_gate(
         raise RuntimeError(f'score must be "softmax" or "sigmoid", but got "{score}"')
     number = SCORES.index(score)
     args = (logits, top_k, number, normalize, bias, num_groups, topk_groups, scale)
+    # the operator alone, torch.func's form, or our node, which takes half of the host time (_autograd.py)
     has_gradient = torch.is_grad_enabled() and isinstance(logits, torch.Tensor) and logits.requires_grad
     if torch.compiler.is_compiling() or not has_gradient:
         return torch.ops.fmoe_ext.topk_gate(*args)
@@ -142,16 +145,19 @@ def topk_gate_ref(
     scale: float = 1.0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute topk_gate in plain PyTorch: its oracle."""
+    # values: what experts are compared by; the logits, or with a bias the biased scores
     values = logits.detach().to(torch.promote_types(logits.dtype, torch.float32))
     scores = values.softmax(-1) if score == "softmax" else values.sigmoid()
     if bias is not None:
         values = scores = scores + bias.to(scores.dtype)
+    # Only the experts of each token's best groups are candidates.
     if topk_groups < num_groups:
-        two_best = bias is not None or score == "sigmoid"
+        two_best = bias is not None or score == "sigmoid"  # as DeepSeek-V3 ranks groups, else as DeepSeek-V2
         groups = (scores if two_best else values).unflatten(1, (num_groups, -1))
-        rank = groups.topk(min(2 if two_best else 1, groups.shape[2]), dim=-1).values.sum(-1)
+        rank = groups.topk(min(2 if two_best else 1, groups.shape[2]), dim=-1).values.sum(-1)  # [T, groups]
         kept = torch.zeros_like(rank, dtype=torch.bool).scatter_(1, _stable_topk(rank, topk_groups), True)
         kept = kept.repeat_interleave(groups.shape[2], dim=1)
+        # each token has as many candidates, so that the list of them is a matrix; in ascending order, for stable ties
         candidates = kept.nonzero()[:, 1].view(len(logits), topk_groups * groups.shape[2])
         topk_idx = candidates.gather(1, _stable_topk(values.gather(1, candidates), top_k))
     else:
@@ -160,6 +166,7 @@ def topk_gate_ref(
 
 
 def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Return the indices of the k largest in each row, of equal ones the lower index first; NaN ranks first."""
     # CUDA sorts a NaN with a minus sign below everything
     values = values.masked_fill(values.isnan(), torch.nan)
     return torch.sort(values, dim=1, descending=True, stable=True).indices[:, :k]
@@ -168,6 +175,7 @@ def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
 def weights_ref(
     logits: torch.Tensor, topk_idx: torch.Tensor, score: str, normalize: bool, scale: float
 ) -> torch.Tensor:
+    """Compute the weights of choices [T, K], differentiable; by logarithms, so that scores near 0 keep their ratios."""
     logits_wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
     log_scores = logits_wide.log_softmax(-1) if score == "softmax" else F.logsigmoid(logits_wide)
     chosen = log_scores.gather(1, topk_idx)
@@ -221,7 +229,7 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor, torch.
 
 
 def _backward(ctx: Any, _: None, grad_weights: torch.Tensor | None) -> tuple[Any, ...]:
-    if grad_weights is None:
+    if grad_weights is None:  # nothing that was differentiated needs the weights
         return None, None, None, None, None, None, None, None
     logits, topk_idx, topk_weights = ctx.saved_tensors
     options = (ctx.score, ctx.normalize, ctx.scale)
@@ -244,7 +252,7 @@ class _TopkGateOfLinear(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         logits = F.linear(x, weight, bias)  # [T, E]
         counts = loss = None  # [E], a scalar
-        if logits.is_cuda:  # which has no kernel that counts too
+        if logits.is_cuda:  # where no kernel counts as well, and num_counted is 0
             topk_idx, topk_weights = below(torch.ops.fmoe_ext.topk_gate, logits, top_k, 0, normalize)
         else:
             topk_idx, topk_weights, counts, loss = below(
@@ -263,9 +271,10 @@ class _TopkGateOfLinear(torch.autograd.Function):
         ctx: Any, _: None, grad_weights: torch.Tensor | None, __: None, grad_loss: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
         x, weight, bias, logits, topk_idx, topk_weights, counts = ctx.saved_tensors
-        if torch.is_grad_enabled():  # the graph of the gradients goes through the logits
+        if torch.is_grad_enabled():  # create_graph: the graph of the gradients goes through the logits
             logits = F.linear(x, weight, bias)
-        grad = None  # of the logits, [T, E]
+        # the gradient of the logits [T, E], from the weights and from the loss; then through the linear layer
+        grad = None
         if grad_weights is not None:
             options = (0, ctx.normalize, 1.0)
             grad = call(
@@ -292,7 +301,7 @@ class _TopkGateOfLinear(torch.autograd.Function):
 
 
 class _WeightsOfChoices(torch.autograd.Function):
-    """topk_gate_again: keeps what topk_gate keeps, since a checkpoint compares the tensors of both forwards."""
+    """topk_gate_again as a node; it saves what topk_gate saves, since a checkpoint compares both forwards' tensors."""
 
     @staticmethod
     def forward(
@@ -304,6 +313,7 @@ class _WeightsOfChoices(torch.autograd.Function):
         normalize: bool,
         scale: float,
     ) -> torch.Tensor:
+        # a token that chooses the same now gets the operator's bits; the others are rare, and get PyTorch's
         is_same = (now[0] == topk_idx).all(1, keepdim=True)
         topk_weights = torch.where(is_same, now[1], weights_ref(logits, topk_idx, score, normalize, scale))
         ctx.score, ctx.normalize, ctx.scale = SCORES.index(score), normalize, scale

@@ -45,6 +45,17 @@ def test_results_and_failures(monkeypatch):
     assert set(multiprocessing.active_children()) <= before
 
 
+def test_run_that_is_interrupted_leaves_no_results_to_the_next(monkeypatch):
+    def interrupt(*_):
+        raise KeyboardInterrupt
+
+    with DistributedPool(2) as pool:
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(testing, "_collect", interrupt)
+            pool.run(rank_sum, 1)
+        assert pool.run(rank_sum, 5) == [(0, 2, 11.0), (1, 2, 11.0)]
+
+
 def test_pool_process_that_does_not_start_is_explained(monkeypatch):
     monkeypatch.setattr(testing, "_serve", os._exit)  # which ends at once, by a TypeError
     with pytest.raises(DistributedError, match=r'ended before it began.* under `if __name__ == "__main__":`'):

@@ -16,7 +16,7 @@ from fmoe_ext.gpu.cli import main, run
 from fmoe_ext.gpu.proof import summary
 from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.races import OPERATIONS, PRODUCTS, Course, Race, Races, Start
-from fmoe_ext.gpu.target import Unavailable
+from fmoe_ext.gpu.target import Target, Unavailable
 from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
 
 OTHERS = ("up.a", "rows_by_weight.a", "grad_weight.a")
@@ -180,6 +180,12 @@ def test_fatal_kernels_are_off_and_the_others_are_proved(tmp_path, capfd):
 def test_prove_unusable_gpu_keeps_findings(fault, reason, capfd):
     with pytest.raises(Unavailable, match=reason):
         prove_quietly(Pretend({"connect": fault}), start_limit=1.0 if fault == "hang" else 120.0)
+
+
+def test_device_of_a_negative_number_is_refused_by_name(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(Unavailable, match="there is no CUDA device -1: torch sees 1"):
+        Target(-1).connect()
 
 
 def test_out_of_time(monkeypatch):

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import threading
 import warnings
 from types import SimpleNamespace
 
@@ -197,6 +198,20 @@ def test_another_model_of_the_capability_is_used_and_raced_once(switches, monkey
     assert switches.on == [] and len(started) == 2
 
 
+def test_races_that_cannot_be_started_do_not_end_a_forward(switches, monkeypatch, caplog):
+    proof(**FOUND).save()
+
+    def refuse(*_, **__):
+        raise BlockingIOError("no room for a process")
+
+    monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    monkeypatch.setattr(gpu_kernels.background.subprocess, "Popen", refuse)
+    selection(monkeypatch, lambda device: Key("NVIDIA GH200 480GB", 90)).prepare()
+    call()
+    assert switches.on == ["up.128x256"]
+    assert "the races of NVIDIA GH200 480GB could not be started: no room for a process" in caplog.text
+
+
 def test_full_gpu_is_not_raced(monkeypatch):
     started = []
     monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**33, 2**37))
@@ -304,6 +319,25 @@ def test_several_devices_use_what_all_have_proved(switches, monkeypatch):
     assert switches.on == list(KERNELS)
     chosen.before(On(0))
     assert switches.on == ["up.128x256"]
+
+
+def test_other_threads_wait_until_a_choice_is_in_force(switches, monkeypatch):
+    """A thread that asked meanwhile computed with the kernels of before, right or not."""
+    proof(**FOUND).save()
+    chosen = selection(monkeypatch)
+    chosen.prepare()
+    seen, usual = [], gpu_kernels.switch_on
+    other = threading.Thread(target=lambda: (chosen.before(On(0)), seen.append(switches.on)))
+
+    def switch_on(kernels):
+        other.start()
+        other.join(0.2)  # it has to wait for us
+        usual(kernels)
+
+    monkeypatch.setattr(gpu_kernels, "switch_on", switch_on)
+    chosen.before(On(0))
+    other.join()
+    assert seen == [["up.128x256"]]
 
 
 @pytest.mark.cpu("its tensors are those of another device")

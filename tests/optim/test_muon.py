@@ -156,6 +156,16 @@ def test_rejects(params, options, text):
         Muon([nn.Parameter(p) for p in params], **options)
 
 
+def test_group_that_is_rejected_is_not_kept():
+    param, vector = nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(3))
+    param.grad, vector.grad = torch.ones(2, 2), torch.ones(3)
+    muon = Muon([param])
+    with pytest.raises(ValueError, match="give it to AdamW"):
+        muon.add_param_group({"params": [vector]})
+    muon.step()
+    assert torch.equal(vector, torch.ones(3)) and not torch.equal(param, torch.ones(2, 2))
+
+
 def test_rejects_main_grad():
     param = nn.Parameter(torch.ones(2, 2))
     param.main_grad = torch.ones(2, 2)
