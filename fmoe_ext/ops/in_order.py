@@ -38,6 +38,7 @@ from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invaria
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
 _MOST_LOGITS = 1 << 25  # of attention at once
+_is_compiling = torch.compiler.is_compiling  # looked up once: the mode asks at every call
 
 
 class _InOrder(TorchFunctionMode):
@@ -46,7 +47,7 @@ class _InOrder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # which cannot look into REPLACEMENTS
+        if _is_compiling():  # which cannot look into REPLACEMENTS
             if is_batch_invariant() and func in _PRODUCTS:
                 raise RuntimeError(
                     "batch_invariant() promises that a token's result does not depend on its batch, but not with "
@@ -57,7 +58,8 @@ class _InOrder(TorchFunctionMode):
         ours = REPLACEMENTS.get(func)
         # another thread may have ended the mode of the process, which this thread began
         if ours is None or not is_batch_invariant():
-            return func(*args, **(kwargs or {}))
+            # most of some hundred calls a token are x.shape and the like: a call without ** is the shorter one
+            return func(*args, **kwargs) if kwargs else func(*args)
         return ours(func, *args, **(kwargs or {}))
 
 

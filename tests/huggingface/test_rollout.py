@@ -11,6 +11,7 @@ import fmoe_ext
 from fmoe_ext.audit import AuditError, audit_rollout
 from fmoe_ext.audit.cli import main
 from fmoe_ext.formats.cli import main as export
+from fmoe_ext.ops.batch_invariant import is_batch_invariant
 from tests.sweeps import rest_is_long
 
 transformers = pytest.importorskip("transformers")
@@ -244,7 +245,7 @@ def test_what_transformers_cannot_do_is_no_difference():
     assert report.ok, str(report)
 
     def refuse(module, args):
-        if fmoe_ext.ops.batch_invariant.is_batch_invariant() and args[0].shape[1] == 1:
+        if is_batch_invariant() and args[0].shape[1] == 1:
             raise ValueError("only in the mode")
 
     model = make_model("Llama")
