@@ -87,9 +87,12 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
                 found[-1].setdefault(call, set()).add(sizes)
             return out
 
+    def leave(*_: Any) -> None:
+        running.pop()
+
     handles = [
         register_module_forward_pre_hook(lambda module, _: running.append(names.get(module, running[-1]))),
-        register_module_forward_hook(lambda *_: running.pop() and None),
+        register_module_forward_hook(leave),
     ]
     try:
         for forward in forwards:

@@ -49,16 +49,16 @@ def _of_rotary_positions(config: Any) -> Iterator[tuple[int, str]]:
     of_layers = {
         name: value for name, value in rope.items() if isinstance(value, dict)
     }  # {type of layer: parameters}
-    for layer_type, parameters in (of_layers or {None: rope}).items():
+    for layer_type, parameters in (of_layers or {"": rope}).items():
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         what = f"rope of type {kind}"
-        function = ROPE_INIT_FUNCTIONS.get(kind)
+        function = ROPE_INIT_FUNCTIONS.get(str(kind))
         if function is None:
             if kind != "default":  # of another library
-                known = parameters.get("original_max_position_embeddings")
-                yield known or getattr(config, "max_position_embeddings", _LONGEST), what
+                usual = getattr(config, "max_position_embeddings", None) or _LONGEST
+                yield int(parameters.get("original_max_position_embeddings") or usual), what
             continue
-        options = {} if layer_type is None else {"layer_type": layer_type}
+        options = {"layer_type": layer_type} if layer_type else {}
 
         def frequencies(length: int, function: Callable[..., Any] = function, options: Any = options) -> Any:
             return function(config, torch.device("cpu"), seq_len=length, **options)[0]

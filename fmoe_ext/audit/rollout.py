@@ -440,7 +440,7 @@ def _floats(value: Any, where: str = "") -> dict[str, Tensor]:
         return {where: value.detach()} if value.is_floating_point() else {}
     if isinstance(value, (tuple, list)):
         value = dict(enumerate(value))
-    found = {}
+    found: dict[str, Tensor] = {}
     for name, part in value.items() if isinstance(value, dict) else ():
         found |= _floats(part, f"{where}.{name}")
     return found
