@@ -6,15 +6,21 @@ most products are summed in another order for one row than for many. Under batch
 
 A text is computed once as in training, then in each way that generation has. Hooks on all modules keep inputs and
 outputs of both. Where log-probabilities differ, the first module is named whose output differs though its input does
-not; where the input of the first one differs already, the difference arose in the code of the module around it.
+not, or which wrote into its input; where the input of the first one differs already, the difference arose in the code
+of the module around it.
+
+Equal texts do not prove the rest. So the report also names lengths at which the model changes and that no text
+had (lengths.py), and operators that the mode does not cover (coverage.py).
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field
+from functools import partial
+from itertools import pairwise
 from typing import Any, TypeAlias
 
 import torch
@@ -22,14 +28,23 @@ from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 
 from fmoe_ext.audit.cases import SEED, AuditError
+from fmoe_ext.audit.coverage import Uncovered, uncovered_operators
+from fmoe_ext.audit.lengths import lengths_that_matter
 from fmoe_ext.audit.shrink import smallest_vocabulary
 from fmoe_ext.audit.source import find, is_of_transformers
 from fmoe_ext.ops import batch_invariant
+from fmoe_ext.ops.batch_invariant import is_batch_invariant
 
 NUM_TEXTS, NUM_TOKENS = 2, 24  # of random tokens, if none are given
+_AROUND = 4  # tokens before and behind a length at which the model changes, which are computed one at a time
+_MOST_TOKENS = 1 << 10  # of a longer text across such lengths
+_MOST_WORK = 1 << 37  # its tokens times the model's parameters
 
-# Of one forward, {module: (input, output) of each of its calls}, in the order in which modules end; each [B, L, ...].
-_Seen: TypeAlias = dict[str, list[tuple[Tensor | None, Tensor | None]]]
+# {where it stands among arguments or results: tensor of floats [B, L, ...]}
+_Rows: TypeAlias = dict[str, Tensor]
+# Of one forward, what each module took, what that became in the call, and what it returned, for each of its calls; in
+# the order in which modules end.
+_Seen: TypeAlias = dict[str, list[tuple[_Rows, _Rows, _Rows]]]
 
 
 @dataclass(frozen=True)
@@ -42,6 +57,7 @@ class Way:
     largest: float = 0.0  # difference of a log-probability
     first: str = ""  # where the two part
     error: str | None = None  # what it raised, and in which module
+    is_impossible: bool = False  # it raises without batch_invariant() too: there is nothing to compare
 
     @property
     def ok(self) -> bool:
@@ -49,6 +65,8 @@ class Way:
         return self.error is None and self.equal == 1.0
 
     def __str__(self) -> str:
+        if self.is_impossible:
+            return f"impossible {self.name}: not possible with this model in Transformers: {self.error}"
         if self.error is not None:
             return f"FAILED     {self.name}: {self.error}"
         if self.ok:
@@ -68,31 +86,46 @@ class RolloutReport:
     num_tokens: int  # of each text
     dtype: str
     seconds: float
+    longest: int = 0  # tokens of the longest text
+    uncovered: Sequence[Uncovered] = ()  # operators that batch_invariant() does not cover
+    untried: Sequence[str] = ()  # what the texts do not show
 
     @property
     def ok(self) -> bool:
-        """True if every way has the bits of training."""
-        return all(way.ok for way in self.ways)
+        """True if every way that is possible has the bits of training, by operators that are covered."""
+        tried = [way for way in self.ways if not way.is_impossible]
+        return bool(tried) and all(way.ok for way in tried) and not self.uncovered
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON's types."""
         return {**asdict(self), "ok": self.ok}
 
     def __str__(self) -> str:
-        verdict = "what is generated is trained" if self.ok else "what is generated is not what is trained"
+        lines = [
+            *map(str, self.ways),
+            *(f"UNCOVERED  {one}: other bits at other sizes" for one in self.uncovered),
+            *(f"not tried  {what}" for what in self.untried),
+        ]
         size = f"{self.num_texts} x {self.num_tokens} tokens, {self.dtype}, {self.seconds:.0f} s"
-        return "\n".join([*map(str, self.ways), f"{size}: {verdict}"])
+        if self.ok:
+            verdict = f"what is generated is trained, up to {self.longest:,} tokens"
+        elif self.uncovered and all(way.ok or way.is_impossible for way in self.ways):
+            verdict = "equal here, but not shown for other texts"
+        else:
+            verdict = "what is generated is not what is trained"
+        return "\n".join([*lines, f"{size}: {verdict}"])
 
 
 def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool = True) -> RolloutReport:
     """Compare the log-probabilities of a text that is generated with those of the forward of training.
 
     model: a causal language model of Transformers, in the dtype and with the adapters that it trains with; it is left
-    in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 a text; None takes random ones.
+    in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 a text; None takes random ones, and
+    a longer text where the model changes with the length and that text can be afforded.
     invariant: under batch_invariant(); False shows what it changes.
     Ways: token by token, a text in parts, a static cache, padding on the left (generated) and on the right, each text
     alone, whole and token by token, one thread where torch has several. Raises AuditError for what cannot be compared;
-    what a way raises is part of the report.
+    what a way raises is part of the report, as are lengths that no text had and operators that are not covered.
     Equivalent to: torch.equal(log_softmax(model(tokens).logits), log_softmax(model.generate's logits)).
 
     Example:
@@ -107,29 +140,93 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
         raise AuditError(
             f"a rollout is audited of a causal language model of Transformers, not of a {type(model).__name__}"
         )
-    if tokens is None:
-        generator = torch.Generator("cpu").manual_seed(SEED)
-        size = smallest_vocabulary(model.config)
-        tokens = torch.randint(size, (NUM_TEXTS, NUM_TOKENS), generator=generator, device="cpu")
-    if tokens.dim() != 2 or tokens.shape[1] < 4 or tokens.is_floating_point():
+    if tokens is not None and (tokens.dim() != 2 or tokens.shape[1] < 4 or tokens.is_floating_point()):
         raise AuditError(
             f"tokens must be integers [B, L] with L >= 4, but got {tokens.dtype}, {list(tokens.shape)}"
         )
-    began, ways = time.monotonic(), []
-    with batch_invariant() if invariant else nullcontext():
-        try:
-            truth = _forwards(model, [_Part(tokens, tokens.shape[1])], trains=True)
-        except Exception as error:
-            ways = [Way("the forward of training", error=f"{type(error).__name__}: {error}")]
-        else:
-            for name, run in _ways(model, tokens).items():
-                try:
-                    ways.append(_compare(name, truth, run()))
-                except Exception as error:
-                    ways.append(Way(name, error=f"{type(error).__name__}: {error}"))
-    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    began = time.monotonic()
+    lengths = lengths_that_matter(model)
+    across: list[int] = []  # lengths that a longer text passes
+    longer = None
+    if tokens is None:
+        most = min(_MOST_TOKENS, _MOST_WORK // max(1, sum(p.numel() for p in model.parameters())))
+        across = [length for length in lengths if NUM_TOKENS <= length <= most]
+        generator = torch.Generator("cpu").manual_seed(SEED)
+        size = smallest_vocabulary(model.config)
+        tokens = torch.randint(size, (NUM_TEXTS, NUM_TOKENS), generator=generator, device="cpu")
+        if across:
+            longer = torch.randint(size, (1, across[-1] + _AROUND), generator=generator, device="cpu")
     num_texts, num_tokens = tokens.shape
-    return RolloutReport(ways, num_texts, num_tokens, dtype, time.monotonic() - began)
+    mode = batch_invariant if invariant else nullcontext
+    can_be_off = invariant and not is_batch_invariant()  # the mode of the process cannot
+    with mode():
+        subject = _Subject(model, _called_with_keywords(model, tokens[:1]))
+    ways, untried, uncovered, longest = [], [], [], num_tokens
+    for text in [tokens] if longer is None else [tokens, longer]:
+        try:
+            with mode():
+                truth = _forwards(subject, [_Part(text, text.shape[1])], trains=True)
+        except Exception as error:
+            if text is longer:
+                untried.append(f"{text.shape[1]:,} tokens: training raised {_first_line(error)}")
+            else:
+                ways = [Way("the forward of training", error=f"{type(error).__name__}: {error}")]
+            break
+        longest = text.shape[1]
+        for name, run in _ways(subject, text, across if text is longer else ()).items():
+            try:
+                with mode():
+                    found = run()
+                ways.append(_compare(name, truth, found))
+            except Exception as error:
+                ways.append(Way(name, error=f"{type(error).__name__}: {error}"))
+                if can_be_off:
+                    try:
+                        run()
+                    except Exception as usual:
+                        ways[-1] = Way(name, error=_first_line(usual), is_impossible=True)
+    else:
+        if invariant:
+            half, forwards = num_tokens // 2, []
+            for several in (tokens, tokens[:1] if num_texts > 1 else tokens.repeat(2, 1)):
+                first, then = _Part(several[:, :half], half), _Part(several[:, half : half + 1], 1)
+                for parts in ([_Part(several, num_tokens)], [first, then]):
+                    forwards.append(partial(_forwards, subject, parts))
+            try:
+                with batch_invariant():
+                    uncovered = uncovered_operators(model, forwards)
+            except Exception as error:
+                untried.append(
+                    f"operators outside of what is covered: the search raised {_first_line(error)}"
+                )
+    untried += [
+        f"texts of more than {length:,} tokens: {what} changes there"
+        for length, what in lengths.items()
+        if length >= longest
+    ]
+    dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
+    seconds = time.monotonic() - began
+    return RolloutReport(ways, num_texts, num_tokens, dtype, seconds, longest, uncovered, untried)
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}".splitlines()[0]
+
+
+def _called_with_keywords(model: nn.Module, tokens: Tensor) -> frozenset[nn.Module]:
+    found = set()
+
+    def leave(module: nn.Module, _: Any, kwargs: Any, out: Any) -> None:
+        if _floats(kwargs):
+            found.add(module)
+
+    handle = register_module_forward_hook(leave, with_kwargs=True)
+    try:
+        with torch.no_grad(), suppress(Exception):  # which the forward of training raises again
+            model(input_ids=tokens, use_cache=False)
+    finally:
+        handle.remove()
+    return frozenset(found) - {model}
 
 
 def load_model(source: str, text: str | None) -> tuple[Any, Tensor | None]:
@@ -156,6 +253,12 @@ def load_model(source: str, text: str | None) -> tuple[Any, Tensor | None]:
 
 
 @dataclass(frozen=True)
+class _Subject:
+    model: Any
+    with_keywords: frozenset[nn.Module]  # called with tensors as keyword arguments
+
+
+@dataclass(frozen=True)
 class _Part:
     """The input of one forward."""
 
@@ -174,9 +277,18 @@ class _Computed:
     seen: _Seen = field(default_factory=dict)
 
 
-def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
+def _ways(
+    subject: _Subject, tokens: Tensor, across: Sequence[int] = ()
+) -> dict[str, Callable[[], _Computed]]:
+    """What to compare; of a longer text only what passes the lengths one token at a time."""
     num_texts, length = tokens.shape
     half = length // 2
+    if across:
+        near = (n + i for n in across for i in range(-_AROUND, _AROUND))
+        edges = sorted({0, *near, length})
+        sizes = [end - begin for begin, end in pairwise(edges)]
+    else:
+        sizes = [half, *[1] * (length - half)]
 
     def parts(*sizes: int) -> list[_Part]:
         return [_Part(part, part.shape[1]) for part in tokens.split(list(sizes), 1)]
@@ -185,36 +297,50 @@ def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
         pads = torch.full_like(tokens[:, :3], int(tokens[0, 0]))
         mask = torch.cat((torch.zeros_like(pads), torch.ones_like(tokens)), 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
-        whole, sizes, begin, inputs = torch.cat((pads, tokens), 1), [3 + half, *[1] * (length - half)], 0, []
-        for size in sizes:
+        whole, begin, inputs = torch.cat((pads, tokens), 1), 0, []
+        for size in (sizes[0] + 3, *sizes[1:]):
             end = begin + size
             real = min(size, end - 3)
             inputs.append(_Part(whole[:, begin:end], real, mask[:, :end], positions[:, begin:end]))
             begin = end
-        return _forwards(model, inputs)
+        return _forwards(subject, inputs)
 
     def padded_right() -> _Computed:
         pads = torch.full_like(tokens[:, :3], int(tokens[0, 0]))
         mask = torch.cat((torch.ones_like(tokens), torch.zeros_like(pads)), 1)
-        return _forwards(model, [_Part(torch.cat((tokens, pads), 1), length, mask, pads_right=True)])
+        return _forwards(subject, [_Part(torch.cat((tokens, pads), 1), length, mask, pads_right=True)])
 
     def alone(*sizes: int) -> _Computed:
         texts = tokens.split(1)
         return _join(
-            [_forwards(model, [_Part(p, p.shape[1]) for p in t.split(list(sizes), 1)]) for t in texts], 0
+            [_forwards(subject, [_Part(p, p.shape[1]) for p in t.split(list(sizes), 1)]) for t in texts], 0
         )
 
     def on_one_thread() -> _Computed:
         num = torch.get_num_threads()
         torch.set_num_threads(1)
         try:
-            return _forwards(model, [_Part(tokens, length)])
+            return _forwards(subject, [_Part(tokens, length)])
         finally:
             torch.set_num_threads(num)
 
+    def static_cache() -> _Computed:
+        from transformers import StaticCache
+
+        return _forwards(
+            subject, parts(*sizes), cache=StaticCache(subject.model.config, max_cache_len=length + 3)
+        )
+
+    if across:
+        passed = f"{length:,} tokens, one at a time at {', '.join(f'{n:,}' for n in across)}"
+        return {
+            passed: lambda: _forwards(subject, parts(*sizes)),
+            f"{passed}, padded on the left": padded_left,
+            f"{passed}, static cache": static_cache,
+        }
     ways: dict[str, Callable[[], _Computed]] = {
-        "token by token": lambda: _forwards(model, parts(*[1] * length)),
-        "prefill in parts": lambda: _forwards(model, parts(half - 1, 1, length - half)),
+        "token by token": lambda: _forwards(subject, parts(*[1] * length)),
+        "prefill in parts": lambda: _forwards(subject, parts(half - 1, 1, length - half)),
         "padded on the left": padded_left,
         "padded on the right": padded_right,
     }
@@ -223,25 +349,20 @@ def _ways(model: Any, tokens: Tensor) -> dict[str, Callable[[], _Computed]]:
         ways["each text alone, token by token"] = lambda: alone(*[1] * length)
     if torch.get_num_threads() > 1:
         ways["on one thread"] = on_one_thread
-    from transformers import StaticCache
-
-    try:
-        cache = StaticCache(model.config, max_cache_len=length + 3)
-    except Exception:  # of a kind of layer that static caches do not have
-        return ways
-    steps = parts(half, *[1] * (length - half))
-    return ways | {"static cache": lambda: _forwards(model, steps, cache=cache)}
+    return ways | {"static cache": static_cache}
 
 
-def _forwards(model: Any, parts: Sequence[_Part], cache: Any = None, trains: bool = False) -> _Computed:
+def _forwards(
+    subject: _Subject, parts: Sequence[_Part], cache: Any = None, trains: bool = False
+) -> _Computed:
     """The logits of all parts, one after another with a cache if there are several."""
     found: list[_Computed] = []
     uses_cache = len(parts) > 1
     for part in parts:
         given = {"attention_mask": part.mask, "position_ids": part.positions, "past_key_values": cache}
         given = {name: value for name, value in given.items() if value is not None}
-        with torch.set_grad_enabled(trains), _watch(model, part) as seen:
-            out = model(input_ids=part.tokens, use_cache=uses_cache, **given)
+        with torch.set_grad_enabled(trains), _watch(subject, part) as seen:
+            out = subject.model(input_ids=part.tokens, use_cache=uses_cache, **given)
         cache = out.past_key_values if uses_cache else None
         found.append(_Computed(_real(out.logits.detach(), part), seen))
     return found[0] if len(found) == 1 else _join(found, 1)
@@ -251,71 +372,90 @@ def _join(found: Sequence[_Computed], dim: int) -> _Computed:
     """Results of texts (dim 0), or of parts of a text (dim 1), as if they had been computed together."""
     together = _Computed(torch.cat([one.logits for one in found], dim))
 
-    def joined(tensors: Sequence[Tensor | None]) -> Tensor | None:
-        there = [t for t in tensors if t is not None]
-        # with one text or token, the rows of a module may look like something else
-        is_alike = len(there) == len(tensors) and len({(t.dim(), t.shape[2:]) for t in there}) == 1
-        return torch.cat(there, dim) if is_alike else None
+    def joined(parts: Sequence[_Rows]) -> _Rows:
+        rows = {}
+        for where in parts[0]:
+            there = [part[where] for part in parts if where in part]
+            # with one text or token, the rows of a module may look like something else
+            if len(there) == len(parts) and len({(t.dim(), t.shape[2:]) for t in there}) == 1:
+                rows[where] = torch.cat(there, dim)
+        return rows
 
     for name in found[0].seen:
         calls = zip(*(one.seen.get(name, []) for one in found), strict=False)
         together.seen[name] = [
-            (joined([given for given, _ in call]), joined([out for _, out in call])) for call in calls
+            (joined([p[0] for p in parts]), joined([p[1] for p in parts]), joined([p[2] for p in parts]))
+            for parts in calls
         ]
     return together
 
 
 @contextmanager
-def _watch(model: nn.Module, part: _Part) -> Iterator[_Seen]:
+def _watch(subject: _Subject, part: _Part) -> Iterator[_Seen]:
     """Inputs and outputs of all modules in a forward; an error says in which module it was raised."""
+    model = subject.model
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     seen: _Seen = {}
-    running: list[str] = []
+    running: list[
+        tuple[str, dict[str, Tensor], _Rows]
+    ] = []  # a module's name, what it took, its rows at the start
 
-    def enter(module: nn.Module, _: Any) -> None:
+    def enter(module: nn.Module, args: Any) -> None:
         if module in names:
-            running.append(names[module])
+            given = _floats(args)
+            running.append((names[module], given, _rows(given, part)))
 
-    def leave(module: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        if module not in names:
-            return
-        running.pop()
-        given, result = _first([*args, *kwargs.values()]), _first(out)
-        pair = tuple(None if t is None else _rows(t.detach(), part) for t in (given, result))
-        seen.setdefault(names[module], []).append(pair)  # type: ignore[arg-type]
+    def add_keywords(module: nn.Module, args: Any, kwargs: Any) -> None:
+        _, given, before = running[-1]
+        more = _floats(kwargs)
+        given.update(more)
+        before.update(_rows(more, part))
 
-    # for all modules, not on each: experts whose modules have hooks take a slower path, which is not to be audited
+    def leave(module: nn.Module, args: Any, out: Any) -> None:
+        if module in names:
+            name, given, before = running.pop()
+            seen.setdefault(name, []).append((before, _rows(given, part), _rows(_floats(out), part)))
+
+    # for all modules, not on each: experts whose modules have hooks take a slower path, which is not to be audited;
+    # but torch gives keyword arguments only to a module's own hook, which runs after those
     handles = [
         register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, with_kwargs=True),
+        register_module_forward_hook(leave),
+        *(m.register_forward_pre_hook(add_keywords, with_kwargs=True) for m in subject.with_keywords),
     ]
     try:
         yield seen
     except Exception as error:
         if running:
-            raise RuntimeError(f"{running[-1]}: {error}") from error
+            raise RuntimeError(f"{running[-1][0]}: {error}") from error
         raise
     finally:
         for handle in handles:
             handle.remove()
 
 
-def _first(value: Any) -> Tensor | None:
-    """The first tensor of floats in what a module takes or returns."""
+def _floats(value: Any, where: str = "") -> dict[str, Tensor]:
+    """The tensors of floats in what a module takes or returns, by their places in it."""
     if isinstance(value, Tensor):
-        return value if value.is_floating_point() else None
-    values = value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ()
-    return next((t for t in map(_first, values) if t is not None), None)
+        return {where: value.detach()} if value.is_floating_point() else {}
+    if isinstance(value, (tuple, list)):
+        value = dict(enumerate(value))
+    found: dict[str, Tensor] = {}
+    for name, part in value.items() if isinstance(value, dict) else ():
+        found |= _floats(part, f"{where}.{name}")
+    return found
 
 
-def _rows(t: Tensor, part: _Part) -> Tensor | None:
-    """The rows of the real tokens, [B, L, ...]; None for a tensor that has no row for each token."""
+def _rows(tensors: dict[str, Tensor], part: _Part) -> _Rows:
+    """The rows of the real tokens, [B, L, ...]; nothing of a tensor that has no row for each token."""
     batch, length = part.tokens.shape
-    if t.dim() > 1 and t.shape[:2] == (batch, length):
-        return _real(t, part).clone()
-    if t.dim() > 0 and t.shape[0] == batch * length:
-        return _real(t.view(batch, length, *t.shape[1:]), part).clone()
-    return None
+    rows = {}
+    for where, t in tensors.items():
+        if t.dim() > 1 and t.shape[:2] == (batch, length):
+            rows[where] = _real(t, part).clone()
+        elif t.dim() > 0 and t.shape[0] == batch * length:
+            rows[where] = _real(t.view(batch, length, *t.shape[1:]), part).clone()
+    return rows
 
 
 def _real(t: Tensor, part: _Part) -> Tensor:
@@ -333,16 +473,22 @@ def _compare(name: str, truth: _Computed, ours: _Computed) -> Way:
 
 
 def _parting(truth: _Seen, ours: _Seen) -> str:
-    """Name the first module, in the order of the forward, whose output differs."""
+    """Name the first module, in the order of the forward, whose output differs, or what it wrote into its input."""
     for name, calls in truth.items():
         for expected, found in zip(calls, ours.get(name, []), strict=False):
-            if _differ(expected[1], found[1]):
-                if not _differ(expected[0], found[0]):
+            before, after, out = (_differ(a, b) for a, b in zip(expected, found, strict=True))
+            if after or out:
+                if not before:
                     return name
                 around, _, last = name.rpartition(".")
                 return f"the code of {around or 'the model'} in front of its {last}"
     return "the code behind the last module"
 
 
-def _differ(a: Tensor | None, b: Tensor | None) -> bool:
-    return a is not None and b is not None and a.shape == b.shape and not torch.equal(a, b)
+def _differ(expected: _Rows, found: _Rows) -> bool:
+    """Return whether a tensor has other bits; one that has another shape is of another use."""
+    for where in expected.keys() & found.keys():
+        a, b = expected[where], found[where]
+        if a.shape == b.shape and not bool(((a == b) | (a.isnan() & b.isnan())).all()):
+            return True
+    return False

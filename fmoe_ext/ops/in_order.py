@@ -38,15 +38,16 @@ from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invaria
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
 _MOST_LOGITS = 1 << 25  # of attention at once
+_is_compiling = torch.compiler.is_compiling  # looked up once: the mode asks at every call
 
 
 class _InOrder(TorchFunctionMode):
-    """Call ours for the functions of torch in _OURS, and torch's for all others."""
+    """Call ours for the functions of torch in REPLACEMENTS, and torch's for all others."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if torch.compiler.is_compiling():  # which cannot look into _OURS
+        if _is_compiling():  # which cannot look into REPLACEMENTS
             if is_batch_invariant() and func in _PRODUCTS:
                 raise RuntimeError(
                     "batch_invariant() promises that a token's result does not depend on its batch, but not with "
@@ -54,10 +55,11 @@ class _InOrder(TorchFunctionMode):
                     'fmoe_ext, or run it uncompiled inside torch.compiler.set_stance("force_eager")'
                 )
             return func(*args, **(kwargs or {}))
-        ours = _OURS.get(func)
+        ours = REPLACEMENTS.get(func)
         # another thread may have ended the mode of the process, which this thread began
         if ours is None or not is_batch_invariant():
-            return func(*args, **(kwargs or {}))
+            # most of some hundred calls a token are x.shape and the like: a call without ** is the shorter one
+            return func(*args, **kwargs) if kwargs else func(*args)
         return ours(func, *args, **(kwargs or {}))
 
 
@@ -300,7 +302,7 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     inplace = options.pop("inplace", False) or True in [value for value in args if isinstance(value, bool)]
     args = tuple(value for value in args if not isinstance(value, bool))
     out = input if inplace else options.pop("out", None)
-    num = _whole_vectors(input.numel())
+    num = whole_vectors(input.numel())
     if num == input.numel() and input.is_contiguous():
         old = input.clone() if inplace else input  # which the gradient may need
         y = func(old, *args, **options)
@@ -310,7 +312,7 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     return y if out is None else out.copy_(y)
 
 
-def _whole_vectors(num: int) -> int:
+def whole_vectors(num: int) -> int:
     """Return the next size that torch cuts into whole vectors: 32,768 elements or more a part, of gelu equal parts."""
     threads, vectors, few, part = torch.get_num_threads(), 64, 16384, 32768
     while True:
@@ -327,7 +329,7 @@ def _in_place(func: Any, input: Any, *args: Any, **options: Any) -> Any:
         return func(input, *args, **options)
     name = func.__name__.removesuffix("_")
     out_of_place = getattr(Tensor, name, None) or getattr(F, name)
-    return input.copy_(_OURS[out_of_place](out_of_place, input.clone(), *args, **options))
+    return input.copy_(REPLACEMENTS[out_of_place](out_of_place, input.clone(), *args, **options))
 
 
 def _rsqrt(func: Any, input: Any) -> Any:
@@ -335,13 +337,41 @@ def _rsqrt(func: Any, input: Any) -> Any:
     return _of_elements(func, input) if _is_covered(input) and input.itemsize == 2 else func(input)
 
 
-_EXACT_POWERS = frozenset((0, 0.5, 1, 2, 3))  # products and square roots, rounded alike at every place
+EXACT_POWERS = frozenset((0, 0.5, 1, 2, 3))  # products and square roots, rounded alike at every place
 
 
 def _power(func: Any, base: Any, exponent: Any, **options: Any) -> Any:
-    if not isinstance(exponent, (int, float)) or exponent in _EXACT_POWERS:
+    if isinstance(exponent, Tensor):
+        return _of_pairs(func, base, exponent, **options)
+    if isinstance(base, (int, float)) or exponent in EXACT_POWERS:
         return func(base, exponent, **options)
     return _of_elements(func, base, exponent, **options)
+
+
+def _power_of_number(func: Any, exponent: Tensor, base: float) -> Any:
+    return _of_elements(func, exponent, base)
+
+
+def _of_pairs(func: Any, a: Any, b: Any, **options: Any) -> Any:
+    """Call a function of two tensors, or of one and a number, on memory that gives each thread whole vectors."""
+    tensors = [t for t in (a, b) if isinstance(t, Tensor)]
+    if options or not _is_covered(*tensors) or len({t.dtype for t in tensors}) > 1:
+        return func(a, b, **options)
+    shape = torch.broadcast_shapes(*(t.shape for t in tensors))
+    num = math.prod(shape)
+    rest = whole_vectors(num) - num if num else 0
+    a, b = (F.pad(t.expand(shape).reshape(-1), (0, rest)) if isinstance(t, Tensor) else t for t in (a, b))
+    return func(a, b)[:num].view(shape)
+
+
+def _glu(func: Any, input: Tensor, dim: int = -1) -> Tensor:
+    if not _is_covered(input) or input.dim() == 0 or input.shape[dim] % 2 or input.numel() == 0:
+        return func(input, dim)
+    half = input.chunk(2, dim)[0]
+    rest = whole_vectors(half.numel()) - half.numel()
+    halves = torch.stack([F.pad(t.reshape(-1), (0, rest)) for t in input.chunk(2, dim)])
+    y: Tensor = func(halves, 0)
+    return y[0, : half.numel()].view(half.shape)
 
 
 def _refuse(func: Any, *args: Any, **options: Any) -> Any:
@@ -402,7 +432,7 @@ def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = Non
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.bmm, Tensor.bmm, torch.mm,
             Tensor.mm, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
 _PRODUCTS = (F.linear, *_MATMULS, F.scaled_dot_product_attention)
-_OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
+REPLACEMENTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {
         F.linear: _linear,
         # F.grouped_mm asks no mode, but calls this one, which does; without the name, F.grouped_mm may ask by then
@@ -415,17 +445,24 @@ _OURS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         F.cross_entropy: _cross_entropy,
         **dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _sum),
         **dict.fromkeys(
-            (torch.var, Tensor.var, torch.std, Tensor.std, torch.norm, Tensor.norm, torch.linalg.vector_norm,
-             F.normalize, F.rms_norm, torch.rms_norm),
+            (torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean, torch.norm, Tensor.norm,
+             torch.linalg.vector_norm, F.normalize, F.rms_norm, torch.rms_norm),
             _of_contiguous,
         ),
         **dict.fromkeys(
             (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.sigmoid, torch.sigmoid, Tensor.sigmoid,
-             torch.special.expit, torch.exp2, Tensor.exp2, torch.sinh, Tensor.sinh, torch.cosh, Tensor.cosh),
+             torch.special.expit, torch.exp2, Tensor.exp2, torch.sinh, Tensor.sinh, torch.cosh, Tensor.cosh,
+             torch.atanh, Tensor.atanh, torch.logit, Tensor.logit, torch.special.logit),
             _of_elements,
         ),
+        **dict.fromkeys(
+            (torch.atan2, Tensor.atan2, torch.logaddexp, Tensor.logaddexp, torch.logaddexp2, Tensor.logaddexp2),
+            _of_pairs,
+        ),
+        F.glu: _glu,
         **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
         **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
+        Tensor.__rpow__: _power_of_number,
         **dict.fromkeys(
             (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_,
              F.elu_, F.selu_, F.celu_, torch.selu_, torch.celu_,

@@ -11,6 +11,7 @@ import fmoe_ext
 from fmoe_ext.audit import AuditError, audit_rollout
 from fmoe_ext.audit.cli import main
 from fmoe_ext.formats.cli import main as export
+from fmoe_ext.ops.batch_invariant import is_batch_invariant
 from tests.sweeps import rest_is_long
 
 transformers = pytest.importorskip("transformers")
@@ -104,7 +105,8 @@ def generated(model, tokens, sizes, mask=None, cache=None):
 @pytest.mark.parametrize("name", rest_is_long(MODELS, ["Qwen3Moe", "GptOss", "DeepseekV3"]))
 def test_generated_log_probabilities_equal_trained(name, dtype):
     report = audit_rollout(make_model(name, dtype), texts(2, 14))
-    assert report.ok and len(report.ways) == 7 + (torch.get_num_threads() > 1), str(report)
+    assert report.ok and not report.uncovered, str(report)
+    assert len(report.ways) == 7 + (torch.get_num_threads() > 1) and all(way.ok for way in report.ways)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "fmoe"])
@@ -152,6 +154,149 @@ def test_difference_between_modules_names_the_module_around():
     model.model.layers[1].self_attn.__class__ = Attention
     report = audit_rollout(model, texts(1, 8))
     assert "the code of model.layers.1.self_attn in front of its q_proj" in str(report.ways[0])
+
+
+class Changed(nn.Module):
+    """The identity, but for what change(x) adds; where="view" writes it into half of what was given, in place."""
+
+    def __init__(self, change, where="output"):
+        super().__init__()
+        self.change, self.where = change, where
+
+    def forward(self, x):
+        if self.where == "view":
+            x[..., : x.shape[-1] // 2].add_(self.change(x[..., : x.shape[-1] // 2]))
+            return torch.zeros_like(x)
+        return self.change(x)
+
+
+class Wrapped(nn.Module):
+    """A layer of a decoder after another module."""
+
+    def __init__(self, layer, mixer, by_keyword):
+        super().__init__()
+        self.mixer, self.layer, self.by_keyword = mixer, layer, by_keyword
+
+    def forward(self, hidden_states, *args, **kwargs):
+        hidden_states = hidden_states.clone()
+        y = self.mixer(x=hidden_states) if self.by_keyword else self.mixer(hidden_states)
+        return self.layer(hidden_states + y, *args, **kwargs)
+
+
+def with_mixer(mixer, by_keyword=False, **changes):
+    model = make_model("Llama", **changes)
+    model.model.layers[1] = Wrapped(model.model.layers[1], mixer, by_keyword)
+    return model
+
+
+@pytest.mark.parametrize("by_keyword", [False, True])
+def test_module_that_writes_into_a_view_of_its_input_is_named(by_keyword):
+    model = with_mixer(Changed(lambda x: x * x.shape[1] * 1e-3, "view"), by_keyword)
+    report = audit_rollout(model, texts(1, 8))
+    assert str(report.ways[0]).endswith("they part in model.layers.1.mixer"), str(report)
+
+
+def rope(kind, **more):
+    return {"rope_parameters": {"rope_type": kind, "rope_theta": 10_000.0, "factor": 4.0, **more}}
+
+
+def test_default_text_passes_lengths_at_which_the_model_changes():
+    """dynamic and longrope change the positions of all tokens; a window only what a token sees."""
+    longrope = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "original_max_position_embeddings": 48}
+    for changes in (rope("dynamic"), rope("longrope", **longrope)):
+        length = 48 if "longrope" in str(changes) else 64
+        report = audit_rollout(make_model("Llama", **changes, max_position_embeddings=64))
+        assert all(way.ok for way in report.ways[:6])
+        differing = [str(way) for way in report.ways if not way.ok]
+        assert len(differing) == 3 and all(f"tokens, one at a time at {length}" in text for text in differing)
+        assert "they part in model.rotary_emb" in differing[0]
+        assert not report.ok and not report.untried and report.longest == length + 4
+
+    report = audit_rollout(make_model("Llama", **rope("linear")))
+    assert report.ok and not report.untried and report.longest == 24, str(report)
+
+
+def test_windows_and_chunks_are_passed():
+    config = transformers.MistralConfig(**SIZES, sliding_window=40)
+    report = audit_rollout(transformers.MistralForCausalLM(config).eval())
+    assert report.ok and report.longest == 44, str(report)
+    assert "what is generated is trained, up to 44 tokens" in str(report)
+
+
+def test_lengths_that_were_not_tried_are_said():
+    model = make_model("Llama", **rope("dynamic"), max_position_embeddings=4096)
+    for tokens in (None, texts(1, 6)):
+        report = audit_rollout(model, tokens)
+        assert report.ok, str(report)
+        assert "not tried  texts of more than 4,096 tokens: rope of type dynamic changes there" in str(report)
+        assert f"up to {24 if tokens is None else 6} tokens" in str(report)
+    model = make_model("Llama", **rope("dynamic"), max_position_embeddings=64)
+    assert "texts of more than 64 tokens" in str(audit_rollout(model, texts(1, 64)).untried)
+    assert not audit_rollout(model, texts(1, 65)).untried
+
+
+def test_what_transformers_cannot_do_is_no_difference():
+    config = transformers.BloomConfig(vocab_size=97, hidden_size=48, n_head=4, n_layer=1)
+    model = transformers.BloomForCausalLM(config).eval()
+    report = audit_rollout(model, texts(2, 9))
+    (impossible,) = [way for way in report.ways if way.is_impossible]
+    assert impossible.name == "static cache" and not impossible.ok
+    assert "not possible with this model in Transformers: RuntimeError: " in str(impossible)
+    assert report.ok, str(report)
+
+    def refuse(module, args):
+        if is_batch_invariant() and args[0].shape[1] == 1:
+            raise ValueError("only in the mode")
+
+    model = make_model("Llama")
+    model.model.layers[0].mlp.register_forward_pre_hook(refuse)
+    report = audit_rollout(model, texts(2, 9))
+    assert not report.ok and not any(way.is_impossible for way in report.ways)
+    assert "only in the mode" in str(report)
+
+
+@torch.jit.script
+def scripted(x):
+    return torch.sigmoid(x @ x.mT) @ x
+
+
+class FirstOf(nn.Module):
+    def __init__(self, module):
+        super().__init__()
+        self.module = module
+
+    def forward(self, x):
+        return self.module(x)[0]
+
+
+UNCOVERED = {
+    "aten._fft_c2r": lambda x: torch.fft.irfft(torch.fft.rfft(x), 48),
+    "aten.mm, computed by torch.ops.aten.mm": lambda x: torch.ops.aten.mm(
+        x.flatten(0, 1), torch.eye(48)
+    ).view_as(x),
+    "aten.bmm": scripted,
+    "aten._softmax, computed by softmin": lambda x: nn.functional.softmin(x, -1),
+    "aten.mean": lambda x: x.unflatten(-1, (6, 8)).mean((-1, -2))[..., None] + x,
+    "aten.atan2": lambda x: torch.ops.aten.atan2(x[..., :47], x[..., 1:]).repeat(1, 1, 2)[..., :48],
+}
+
+
+@pytest.mark.parametrize("operator", UNCOVERED)
+def test_operators_outside_of_what_is_covered_are_named(operator):
+    report = audit_rollout(with_mixer(Changed(UNCOVERED[operator])), texts(2, 9))
+    named = [str(one) for one in report.uncovered]
+    assert any(operator in one and "model.layers.1.mixer" in one for one in named), str(report)
+    assert {one.module for one in report.uncovered} == {"model.layers.1.mixer"}
+    assert not report.ok
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_recurrent_modules_are_named(kind):
+    torch.manual_seed(0)
+    mixer = FirstOf(getattr(nn, kind)(48, 48, batch_first=True))
+    report = audit_rollout(with_mixer(mixer), texts(2, 9))
+    assert not report.ok
+    assert f"computed by {kind.lower()}" in str(report) and "in model.layers.1.mixer.module" in str(report)
 
 
 def test_linear_attention_is_refused_by_name():

@@ -1,0 +1,173 @@
+"""Operators that a forward computes outside of what batch_invariant() covers.
+
+The mode replaces functions of torch where Python calls them. What multiplies inside of one function (an LSTM, a Fourier
+transform, a script of TorchScript) or is an operator called by its name (torch.ops.aten.mm) it does not see. Equal bits
+of a few texts are then luck. So forwards are run once more under a TorchDispatchMode, which sees each operator, and a
+TorchFunctionMode, which knows the function it was called by. Operators are in order if
+
+* they move or choose numbers, or compute each by itself, alike at every place (tests/ops/test_in_order.py tries some);
+* they compute elements in vectors, and the mode gave them whole ones;
+* they sum rows, and the mode gave them contiguous ones of one dimension.
+
+All others are named, products and softmax always: under the mode they are operators of fmoe_ext. But one that has the
+same sizes whatever the text, as the slopes of ALiBi have, computes the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
+from torch.overrides import TorchFunctionMode
+from torch.utils import _python_dispatch as python_dispatch
+
+from fmoe_ext.ops.in_order import EXACT_POWERS, REPLACEMENTS, whole_vectors
+
+# Names of aten's operators, without the _ of those in place.
+_AT_EVERY_PLACE = frozenset({
+    "_local_scalar_dense", "_prelu_kernel", "_to_copy", "_unique2", "_unsafe_index",
+    "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_view", "amax", "amin", "aminmax", "argmax", "argmin",
+    "avg_pool1d", "bernoulli", "bucketize", "cat", "clone", "complex", "constant_pad_nd", "copy",
+    "cummax", "cummin", "cumprod", "cumsum", "diagonal_scatter", "embedding", "exponential", "fill", "flip",
+    "gather", "hardswish", "hardtanh", "histc", "index", "index_add", "index_copy", "index_fill",
+    "index_put", "index_select", "kthvalue", "lift_fresh", "log_sigmoid_forward", "logcumsumexp", "masked_scatter",
+    "masked_select", "max", "median", "min", "multinomial", "native_dropout",
+    "native_group_norm", "native_layer_norm", "nll_loss_forward", "nonzero", "normal", "polar",
+    "reflection_pad1d", "reflection_pad2d", "repeat", "repeat_interleave", "replicate_pad1d", "roll",
+    "scatter", "scatter_add", "searchsorted", "select_scatter", "slice_scatter", "sort", "stack", "take", "topk",
+    "tril", "triu", "uniform", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "view_as_complex",
+    "view_as_real", "where", "zero",
+})  # fmt: skip
+# another function for the elements after the last whole vector
+_IN_VECTORS = frozenset({
+    "atan2", "atanh", "celu", "cosh", "elu", "exp2", "float_power", "gelu", "glu", "igamma", "ldexp", "logaddexp",
+    "logaddexp2", "logit", "mish", "pow", "rsqrt", "selu", "sigmoid", "silu", "sinh", "softplus", "special_i0e",
+})  # fmt: skip
+_OF_ROWS = frozenset({
+    "_fused_rms_norm", "linalg_vector_norm", "mean", "norm", "rms_norm", "std", "std_mean", "sum", "var", "var_mean",
+})  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Uncovered:
+    """Operators of one function of torch that a module called, outside of what batch_invariant() covers."""
+
+    module: str
+    function: str
+    operators: tuple[str, ...]  # as "aten.mm", in the order of their first calls
+
+    def __str__(self) -> str:
+        return f"{', '.join(self.operators)}, computed by {self.function} in {self.module}"
+
+
+def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> list[Uncovered]:
+    """Name the operators that batch_invariant() does not cover; forwards run model with texts of several sizes."""
+    names = {module: name or type(model).__name__ for name, module in model.named_modules()}
+    running = [f"the code around {type(model).__name__}"]
+    # of each forward {(module, function, operator): sizes and strides of what it was given}
+    found: list[dict[tuple[str, str, str], set[Any]]] = []
+    functions = _Functions()
+
+    class Operators(python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            called = functions.called or func
+            out = func(*args, **(kwargs or {}))
+            if not _is_in_order(func, called in REPLACEMENTS, args, out):
+                by_name = isinstance(called, (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)))
+                function = f"torch.ops.{called}" if by_name else getattr(called, "__name__", str(called))
+                call = running[-1], function, f"{func.namespace}.{_base(func)}"
+                sizes = tuple((t.shape, t.stride()) for t in _floats(args))
+                found[-1].setdefault(call, set()).add(sizes)
+            return out
+
+    def leave(*_: Any) -> None:
+        running.pop()
+
+    handles = [
+        register_module_forward_pre_hook(lambda module, _: running.append(names.get(module, running[-1]))),
+        register_module_forward_hook(leave),
+    ]
+    try:
+        for forward in forwards:
+            found.append({})
+            with functions, Operators():
+                forward()
+    finally:
+        for handle in handles:
+            handle.remove()
+    operators: dict[tuple[str, str], list[str]] = {}
+    for call in dict.fromkeys(chain(*found)):
+        several = [sizes[call] for sizes in found if call in sizes]
+        if any(a != b for a, b in pairwise(several)):
+            operators.setdefault(call[:2], []).append(call[2])
+    return [Uncovered(*where, tuple(names)) for where, names in operators.items()]
+
+
+class _Functions(TorchFunctionMode):
+    """Remember the function of torch that runs: the outermost one, as this mode is off inside of it."""
+
+    called: Any = None
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        before, self.called = self.called, func
+        try:
+            return func(*args, **(kwargs or {}))
+        finally:
+            self.called = before
+
+
+def _base(operator: Any) -> str:
+    """Return "add" of aten::add_.Tensor."""
+    name: str = operator.name().partition("::")[2].partition(".")[0]
+    return name.rstrip("_")
+
+
+def _floats(values: Any) -> list[Tensor]:
+    """Return the tensors of floats or complex numbers in arguments or results."""
+    found = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found += [value] if value.is_floating_point() or value.is_complex() else []
+        elif isinstance(value, (tuple, list)):
+            found += _floats(value)
+    return found
+
+
+def _is_in_order(operator: Any, is_replaced: bool, args: tuple[Any, ...], out: Any) -> bool:
+    """Return whether the bits of out do not depend on the shapes; is_replaced: the mode has a function for it."""
+    given = _floats(args)
+    if operator.namespace in ("fmoe_ext", "prim") or not given or not _floats([out]):
+        return True
+    name = _base(operator)
+    if operator.namespace != "aten":
+        return False
+    if name == "pow" and isinstance(args[1], (int, float)) and args[1] in EXACT_POWERS:
+        return True
+    if name == "rsqrt" and given[0].itemsize > 2:
+        return True
+    if name in _IN_VECTORS:
+        whole = all(t.is_contiguous() and whole_vectors(t.numel()) == t.numel() for t in given)
+        return is_replaced and whole
+    if name in _OF_ROWS:
+        x, sizes = given[0], [list(value) for value in args[1:] if isinstance(value, (tuple, list))]
+        if name.endswith("rms_norm"):
+            is_row = len(sizes[0]) == 1
+        else:
+            is_row = sizes in ([[-1]], [[x.dim() - 1]]) or (not sizes and x.dim() == 1)
+        return is_replaced and is_row and x.is_contiguous()
+    return (
+        torch.Tag.pointwise in operator.tags
+        or operator.is_view
+        or name in _AT_EVERY_PLACE
+        or name.startswith("new_")
+        or name.endswith("_like")
+    )
