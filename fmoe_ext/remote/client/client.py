@@ -300,7 +300,7 @@ class Client:
                     self.counts["hedges"] += bool(waiting)
                     call = self.caller.call(endpoint, method, data, deadline - time.monotonic())
                     waiting[asyncio.ensure_future(call)] = endpoint
-                # how long until the next replica is called too; without a measured call of this expert, 1 s is the guess
+                # how long until the next replica is called too; the guess is 1 s if no call of this expert was measured
                 usual = handle.usual_seconds
                 slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
                 hedge_after = self.settings.hedge_after

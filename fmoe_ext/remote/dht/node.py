@@ -300,7 +300,7 @@ class KademliaNode:
     async def put(
         self, placed: Mapping[Peer | None, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
-        """Store items at nodes (None: here) -> a list for each node, with a Refusal or None (kept) for each of its items.
+        """Store items at nodes (None: here) -> for each node a list with a Refusal, or None if kept, an item.
 
         A node that cannot be reached refuses all.
         """
