@@ -5,8 +5,8 @@
     Store {items}  -> {refused: [null or {reason, record}]}  one entry an item; null: it is kept
     every message  {id, time}         the sender's id, and the network's time as the sender has it
     every request  {endpoint, nonce}  where the sender listens: "" for nowhere, ":port" for "the address that you see"
-An answer is *sealed*: before its JSON stand the node's public key (32 bytes), from which its id follows, and a signature
-of the nonce and the answer (64 bytes). So a node can answer neither in another's name nor by an old answer.
+An answer is *sealed*: before its JSON stand the node's public key (32 bytes), from which its id follows, and a
+signature of the nonce and the answer (64 bytes). So a node can answer neither in another's name nor by an old answer.
 """
 
 import functools

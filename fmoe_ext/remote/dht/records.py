@@ -132,7 +132,7 @@ class Identity:
 # Cached by its bytes: every answer to a search repeats records, and checking a signature is slow.
 @functools.lru_cache(_VERIFIED)
 def read_record(payload: str, signature: str) -> SignedRecord:
-    """Return the record in a payload from anywhere; BadRecord unless its fields are in bounds and its owner signed it."""
+    """Return the record in a payload from anywhere; BadRecord if a field is out of bounds or it is not signed."""
     if len(payload) > MAX_RECORD_BYTES:
         raise BadRecord(f"a record has at most {MAX_RECORD_BYTES} characters, but got {len(payload)}")
     try:

@@ -2,10 +2,10 @@
 
     ExpertHost, ComputeThread   the experts, and the thread that computes them
     ExpertService, Guard        the methods on the port, and who may call them
-    Placement                   which experts are hosted, and what the directory says: DeclaredExperts, ReplicatedExperts
+    Placement                   which experts are hosted and published: DeclaredExperts or ReplicatedExperts
     Saver, Pages                checkpoints, and the status page; both optional
-A start reads checkpoints and takes uids before the port opens, so that no call finds an expert half loaded. A stop gives
-uids away before the port closes, so that another server takes over while calls still end, and saves at last.
+A start reads checkpoints and takes uids before the port opens, so that no call finds an expert half loaded. A stop
+gives uids away before the port closes, so that another server takes over while calls still end, and then saves.
 """
 
 import asyncio
@@ -206,7 +206,7 @@ class Server:
 
         def add() -> None:
             self.host.add(uids)
-            for uid, error in damaged.items():  # so that a recovery waits for a better copy; 1 if the version is unknown
+            for uid, error in damaged.items():  # a recovery then waits for a better copy; 1: the version is unknown
                 self.host.find(uid).ledger.lacks = error.version or 1
             for state in states:
                 write_state(self.host, state)
