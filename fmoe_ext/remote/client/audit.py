@@ -186,7 +186,7 @@ class Auditor:
         except Exception as error:
             text = f"the weights that its servers sent cannot be used: {str(error)[:500]}"
             raise _NoAudit(f"no audit of {handle.uid}: {text}") from None
-        # 2. the largest difference, relative to the largest true number, which counts as 1e-30 at least: rows may be zeros.
+        # 2. the largest difference, relative to the largest true number (at least 1e-30, for rows of zeros).
         # A NaN fails the comparison below, as it must.
         errors = [
             ((got[chosen] - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
