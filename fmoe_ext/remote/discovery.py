@@ -48,7 +48,8 @@ class ExpertRecord:
     uid: str
     endpoints: tuple[str, ...]  # "host:port", IPv6 as "[::1]:port"
     expires: float = float("inf")  # time.monotonic() after which the record must not be used
-    fence: int = 0  # grows with every change of owner; of two records the one with the smaller fence is out of date
+    # grows with every change of owner; of two records the one with the smaller fence is out of date
+    fence: int = 0
     metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, such as {"version": "12"}
 
     def is_live(self, now: float | None = None) -> bool:

@@ -264,7 +264,8 @@ class _GroupedStack:
     """
 
     def __init__(self, module: _StackedFfn):
-        self._module = module.requires_grad_(False)  # for its compute() alone; its own parameters are not used
+        # for its compute() alone; its own parameters are not used
+        self._module = module.requires_grad_(False)
         self._names = [name for name, _ in module.named_parameters()]
         self._parameters = [p.detach().new_empty((0, *p.shape[1:])) for p in module.parameters()]
 

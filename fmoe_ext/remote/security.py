@@ -36,7 +36,7 @@ class Denied(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a client shows to servers, and by what it knows them."""
+    """The proofs that a client shows to servers, and the authority by which it knows them."""
 
     ca: Path | None = None  # PEM file that signed the servers' certificates
     certificate: Path | None = None  # with key, for mutual TLS
@@ -70,7 +70,7 @@ class Credentials:
 
 @dataclass(frozen=True)
 class Security:
-    """What a server demands of its callers."""
+    """The demands of a server on its callers."""
 
     certificate: Path | None = admission_flag(None, "PEM file", name="tls_certificate")
     key: Path | None = admission_flag(None, "PEM file", name="tls_key", needs=("tls_certificate",))
@@ -199,7 +199,8 @@ class Rates:
 
     def __init__(self, per_second: float):
         self.per_second = per_second
-        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()  # by peer: what is left, and since when
+        # by peer: what is left, and since when
+        self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, peer: str, amount: float, now: float | None = None) -> bool:
         """Take an amount from a peer's bucket -> True; False if there is too little. A full one gives any amount."""

@@ -1,8 +1,7 @@
-"""fmoe serve status: show who leads each replicated expert, its members, terms, versions and checkpoints.
+"""fmoe serve status: show who leads each replicated expert, its members, terms, versions and checkpoints."""
 
-etcd says who leads and who is a member; each server is asked by Info for its role, version and checkpoint. Servers that
-are no members are asked too: one that takes a copy has the expert already.
-"""
+# etcd says who leads and who is a member; each server is asked by Info for its role, version and checkpoint. Servers
+# that are no members are asked too: one that takes a copy has the expert already.
 
 import argparse
 import asyncio

@@ -16,7 +16,8 @@ from fmoe_ext.remote.wire import WHOLE, Limits, Message, WireError, decode
 
 Code = grpc.StatusCode
 PART_SECONDS = 30.0  # that download() waits for each part of an answer, the first one included
-_GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)  # the server, the expert, or a server that is stopping
+# the server, the expert, or a server that is stopping
+_GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 
 
 class Caller:

@@ -60,7 +60,8 @@ class Settings:
     backward_timeout: float = 10.0
     info_timeout: float = 10.0  # for an expert's schema, asked for once
     patience: float = 2.0  # for which a server is looked for if the expert has none
-    hedge_after: float | None = None  # until a forward goes to a second replica too; None: HEDGE_FACTOR times the usual
+    # until a forward goes to a second replica too; None: HEDGE_FACTOR times the usual
+    hedge_after: float | None = None
     attempt_share: float = 0.4  # of a backward's time that one silent server may use up
     max_state_bytes: int = 16 << 30  # of an expert's whole state, which a server sends in parts
 
@@ -75,8 +76,10 @@ class Handle:
     expert_class: str = ""
     hidden_dim: int = 0
     version: int = 0  # the largest in any answer
-    acknowledged: int = 0  # version of the newest update that was answered; a replica with less is out of date
-    usual_seconds: float | None = None  # of a forward, retries included: a moving average; None: not measured yet
+    # version of the newest update that was answered; a replica with less is out of date
+    acknowledged: int = 0
+    # of a forward, retries included: a moving average; None: not measured yet
+    usual_seconds: float | None = None
     gone_until: float = 0.0  # time.monotonic() until which it counts as gone, after a failure
     feedback: ErrorFeedback = field(default_factory=lambda: ErrorFeedback("none"))
 

@@ -23,7 +23,8 @@ from fmoe_ext.remote.errors import CallTimeout, Refused, RemoteError
 from fmoe_ext.remote.schema import Schema
 from fmoe_ext.remote.security import Credentials
 
-MARGIN = 1.0  # seconds beyond a deadline that a thread waits for the loop, which keeps deadlines itself unless too busy
+# seconds beyond a deadline that a thread waits for the loop, which keeps deadlines itself unless too busy
+MARGIN = 1.0
 
 
 @dataclass(frozen=True)
@@ -42,7 +43,8 @@ class Batch:
     calls: Sequence[Call]
     forward_timeout: float  # seconds
     backward_timeout: float
-    tolerant: bool = False  # a call that fails has output None and gradient zero, instead of raising RemoteError
+    # a call that fails has output None and gradient zero, instead of raising RemoteError
+    tolerant: bool = False
     grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
     def __post_init__(self) -> None:
@@ -176,7 +178,8 @@ class _Calls(torch.autograd.Function):
         found = ctx.batch.backward(inputs, grads)
         d_flat: list[torch.Tensor | None] = []
         for given, tensors in zip(inputs, found, strict=True):
-            queue = iter(tensors or ())  # one a floating input; none if the call failed: autograd takes None as 0
+            # one a floating input; none if the call failed: autograd takes None as 0
+            queue = iter(tensors or ())
             d_flat += [next(queue, None) if x.is_floating_point() else None for x in given]
         flat = [x for given in inputs for x in given]
         moved = [None if d is None else d.to(x.device) for d, x in zip(d_flat, flat, strict=True)]
@@ -252,7 +255,8 @@ class RemoteExperts(nn.Module):
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
         counts = torch.as_tensor(tokens_per_expert, device="cpu").tolist()
-        parts = rows[: sum(counts)].split(counts)  # [tokens, D] an expert; rows of dropped choices lie behind all
+        # [tokens, D] an expert; rows of dropped choices lie behind all
+        parts = rows[: sum(counts)].split(counts)
         calls = {
             n: Call(expert.handle, (parts[n],))
             for n, expert in enumerate(self.members)

@@ -113,7 +113,8 @@ class RemoteMixtureOfExperts(nn.Module):
         )
         outputs = batch.run() if calls else [None]
         kinds = Counter((y.dtype, y.shape[1:]) for y in outputs if y is not None)
-        if kinds:  # dtype and shape are those that most experts return: one liar must not make the others misfits
+        # dtype and shape are those that most experts return: one liar must not make the others misfits
+        if kinds:
             ((kind, _),) = kinds.most_common(1)
             usual = next(y for y in outputs if y is not None and (y.dtype, y.shape[1:]) == kind)
             outputs = batch.refuse_misfits(outputs, [usual] * len(outputs))

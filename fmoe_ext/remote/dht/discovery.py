@@ -1,10 +1,10 @@
 """KademliaDiscovery finds and claims experts in the DHT; DHT is its blocking form, for programs without a loop.
 
-Nodes do not agree with each other about who owns a uid, so whoever asks holds an *election*. The record of a uid lies
-at the eight nodes nearest to its key. Each of them has one vote, however many records it repeats, for the oldest live
-claim that it keeps. The owner with most votes wins; of owners with equally many the one that claimed first, then the
-one whose key sorts first. So all who see the same nodes name the same owner. A server that claims a uid holds the same
-election over the nodes' answers to its claim.
+Nodes do not agree with each other about who owns a uid, so a node that asks holds an *election*. The record of a uid
+lies at the eight nodes nearest to its key. Each of them has one vote, however many records it repeats, for the oldest
+live claim that it keeps. The owner with most votes wins; of owners with equally many the one that claimed first, then
+the one whose key sorts first. So all that see the same nodes name the same owner. A server that claims a uid holds the
+same election over the nodes' answers to its claim.
 
 A claim takes three steps: find the nodes nearest to each uid and each of its prefixes (_ask), store a signed record at
 them (_put), and take back the records of elections that were lost (_take_back).
@@ -207,7 +207,8 @@ class KademliaDiscovery(Discovery):
 
     def _own_incarnation(self) -> str:
         if not self._incarnation:
-            milliseconds = int(self.node.clock.now() * 1000)  # of a fixed width, so that the earlier sorts first
+            # of a fixed width, so that the earlier sorts first
+            milliseconds = int(self.node.clock.now() * 1000)
             self._incarnation = f"{milliseconds:015d}.{self.node.rng.getrandbits(64):016x}"
         return self._incarnation
 

@@ -54,7 +54,7 @@ class BadMessage(ValueError):
 
 @dataclass(frozen=True)
 class Header:
-    """What every message has."""
+    """The part that every message has."""
 
     node_id: int  # of the sender
     time: float  # the network's, as the sender has it
@@ -63,7 +63,7 @@ class Header:
 
 @dataclass(frozen=True)
 class Found:
-    """What one node answers for a key."""
+    """The answer of one node for a key."""
 
     peers: Sequence[Peer] = ()  # the nearest to the key that it knows
     records: Sequence[SignedRecord] = ()  # that it keeps under the key

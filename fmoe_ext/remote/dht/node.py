@@ -99,7 +99,8 @@ class KademliaNode:
         self.table = RoutingTable(self.node_id)
         self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes, oldest first
         self.greeting: dict[str, asyncio.Task[None]] = {}  # calls back to strangers, by endpoint
-        self.announced = ""  # endpoint in requests; ":port" for the address that others see, "" if it does not listen
+        # endpoint in requests; ":port" for the address that others see, "" if it does not listen
+        self.announced = ""
         self.attachment: Attachment | None = None  # to a relay, whose endpoint is then announced instead
         self.store = RecordStore(self.options.max_records)
         self.port: int | None = None  # None: does not listen

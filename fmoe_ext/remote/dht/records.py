@@ -46,7 +46,7 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class SignedRecord:
-    """Where an expert is, as its owner says. endpoint "": the claim was withdrawn."""
+    """The place of an expert, as its owner says. endpoint "": the claim was withdrawn."""
 
     uid: str
     endpoint: str

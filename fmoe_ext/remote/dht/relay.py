@@ -23,8 +23,10 @@ from fmoe_ext.remote.discovery import DiscoveryError
 
 MAX_LINE = 512  # bytes of a line of the protocol
 CHUNK = 64 << 10  # bytes read at a time
-PATIENCE = 10.0  # seconds for the first line of a connection, for the answer to it, and for a host to accept a call
-ALIVE_EVERY, SILENT_FOR = 5.0, 20.0  # seconds between signs of life of a host, and without one until it counts as gone
+# seconds for the first line of a connection, for the answer to it, and for a host to accept a call
+PATIENCE = 10.0
+# seconds between signs of life of a host, and without one until it counts as gone
+ALIVE_EVERY, SILENT_FOR = 5.0, 20.0
 RETRY_PAUSE = 1.0  # seconds before a host attaches again
 
 Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"

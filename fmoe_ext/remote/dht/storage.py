@@ -38,7 +38,8 @@ class _Bucket:
     """Nodes at distances [2^i, 2^(i+1)) by id, least recently seen first."""
 
     peers: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
-    spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)  # that take the place of one that fails
+    # that take the place of one that fails
+    spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
 
 
 class RoutingTable:
@@ -123,7 +124,8 @@ MAX_RECORDS = 65_536  # 128 MiB, if each has MAX_RECORD_BYTES
 MAX_OF_OWNER = 16_384  # so that one owner cannot fill a node
 MAX_UNDER_PREFIX = 4096  # experts
 MAX_OWNERS = 8  # of one uid, whose last records are remembered
-PREFIX_BYTES = 6 << 20  # of the records under a prefix in one answer; messages.MAX_ANSWER_BYTES bounds all of it
+# of the records under a prefix in one answer; messages.MAX_ANSWER_BYTES bounds all of it
+PREFIX_BYTES = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -137,7 +139,8 @@ class Refusal:
 @dataclass
 class _Entry:
     record: SignedRecord
-    forget_at: float  # when every record of this owner that was ever seen here has expired: none can come back
+    # when every record of this owner that was ever seen here has expired: none can come back
+    forget_at: float
 
 
 @dataclass

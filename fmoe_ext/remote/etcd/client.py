@@ -220,7 +220,8 @@ def _details(error: BaseException) -> str:
     return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else repr(error)
 
 
-UNSEEN_FOR = 60.0  # seconds for which a record from etcd is believed: its lease, which ends it, is not known here
+# seconds for which a record from etcd is believed: its lease, which ends it, is not known here
+UNSEEN_FOR = 60.0
 
 
 class EtcdDiscovery(Discovery):

@@ -27,7 +27,8 @@ from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
 log = logging.getLogger("fmoe_ext.remote")
-COPY_SECONDS = 60.0  # for a copy to come whole: leader.LEARN_SECONDS, for which the leader keeps updates for it
+# for a copy to come whole: leader.LEARN_SECONDS, for which the leader keeps updates for it
+COPY_SECONDS = 60.0
 PROBE_SECONDS = 3.0  # that an idle member waits for a new leader's probe, before it takes a copy instead
 AGAIN_SECONDS = 0.5  # after a copy that failed, until the next attempt
 

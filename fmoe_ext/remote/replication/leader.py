@@ -30,7 +30,8 @@ from fmoe_ext.remote.server.state import read_state
 from fmoe_ext.remote.wire import Message, encode
 
 log = logging.getLogger("fmoe_ext.remote")
-HAND_OVER_SECONDS = 5.0  # that hand_over() waits for updates under way; clients repeat later ones at the next leader
+# that hand_over() waits for updates under way; clients repeat later ones at the next leader
+HAND_OVER_SECONDS = 5.0
 LEARN_SECONDS = 60.0  # that a server may take a copy: all updates are queued for it meanwhile
 HOST_AGAIN = 3.0  # seconds between two requests to other servers to become a replica
 NOTE_EVERY = 5.0  # seconds between two notes of the log's end in the record
@@ -51,16 +52,19 @@ class Leader:
         ended: Callable[[], None],
     ):
         self.site, self.uid, self.ledger, self.term = site, uid, ledger, term
-        self.guard = guard  # create revision of the leader key: etcd refuses a write if the key is another one by then
+        # create revision of the leader key: etcd refuses a write if the key is another one by then
+        self.guard = guard
         self.is_open = self.is_closing = self.has_ended = False
         self._ended, self._lease = ended, site.registry.lease
         self.shipped = ledger.lead(term)  # end up to which the log was given to the senders
         self.committed = self.shipped  # end up to which every member has the log
         self.start = self.shipped.version  # version at which this term began
-        self._waiting: list[tuple[int, Finish, Fail]] = []  # updates without an answer yet: (version, finish, fail)
+        # updates without an answer yet: (version, finish, fail)
+        self._waiting: list[tuple[int, Finish, Fail]] = []
         self._commits: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
         self.record = record  # as it is in etcd
-        self.reserved = record.reserved  # last version that may be acknowledged; at most what the record in etcd says
+        # last version that may be acknowledged; at most what the record in etcd says
+        self.reserved = record.reserved
         # Servers that must confirm an update, this one too. A server is in here before the record names it, and until
         # a record without it is written: so each member that anyone reads in the record has every acknowledged update.
         self.needed = set(record.endpoints)
@@ -184,7 +188,8 @@ class Leader:
         if not self.holds():
             self.end("its lease is over")
             return
-        self.committed = max(self.committed, end)  # a later update may have been confirmed by all members first
+        # a later update may have been confirmed by all members first
+        self.committed = max(self.committed, end)
         self.ledger.commit(self.committed.version)
         done = [one for one in self._waiting if one[0] <= self.committed.version]
         self._waiting = [one for one in self._waiting if one[0] > self.committed.version]

@@ -142,7 +142,8 @@ class Sender:
                 if not reply.is_accepted and append.update is not None:
                     self._die(reply.reason or "refused")
                 settle(future, reply)
-            except Exception as error:  # of any kind: with a sender that ended silently, updates would wait for ever
+            except Exception as error:
+                # of any kind: with a sender that ended silently, updates would wait for ever
                 self._die(f"{type(error).__name__}: {error}")
             finally:  # also when stop() cancels this: a caller waits for the future
                 settle(future, None)

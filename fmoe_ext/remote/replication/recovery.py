@@ -16,7 +16,8 @@ from dataclasses import dataclass
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.server.ledger import End, Term
 
-RECOVERY_LOOK = 1.0  # seconds to wait for other servers' offers, if nothing that the record knows of is lacking
+# seconds to wait for other servers' offers, if nothing that the record knows of is lacking
+RECOVERY_LOOK = 1.0
 MAX_STARTS = 32  # terms, the last ones, whose first versions a record keeps
 SUCCESSOR_SECONDS = 1.0  # for which the other members leave the lead to the successor in the record
 

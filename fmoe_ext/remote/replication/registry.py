@@ -287,7 +287,7 @@ class Registry:
 
 @dataclass(frozen=True)
 class Site:
-    """What Leaders and Replicas of a server share: its name, options, and connections."""
+    """The name, options and connections of a server, which its Leaders and Replicas share."""
 
     name: str  # new after every start
     options: Replication

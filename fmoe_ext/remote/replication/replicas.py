@@ -226,7 +226,8 @@ class ReplicatedExperts:
                 )
             self._hosting.add(uid)
             try:
-                await self.server.add_experts([uid])  # from its checkpoint, if an earlier process left one here
+                # from its checkpoint, if an earlier process left one here
+                await self.server.add_experts([uid])
                 self._add(uid)
             finally:
                 self._hosting.discard(uid)
@@ -243,7 +244,8 @@ class ReplicatedExperts:
                 await self._reconcile()
             except (DiscoveryError, errors.RemoteError) as error:
                 log.warning("replication: %s", error)
-            except Exception:  # the next look may succeed; without this loop the experts would never be led again
+            except Exception:
+                # the next look may succeed; without this loop the experts would never be led again
                 log.exception("replication: a look at the experts failed")
 
     async def _reconcile(self) -> None:

@@ -113,7 +113,8 @@ class Checkpoints:
 
     def __init__(self, where: Path | Folder):
         self.files = Folder(where) if isinstance(where, (str, Path)) else where
-        self._lock = threading.Lock()  # held while files are written or renamed, so that set_aside() moves no newer one
+        # held while files are written or renamed, so that set_aside() moves no newer one
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
         """Lock the folder, remove half-written files of an earlier process; Misnamed if a file was renamed."""
@@ -155,7 +156,8 @@ class Checkpoints:
             except FileNotFoundError:
                 return None
             except OSError as error:
-                if error.errno != errno.EIO:  # EIO is the disk's fault; others, such as EACCES, no new read mends
+                # EIO is the disk's fault; others, such as EACCES, no new read mends
+                if error.errno != errno.EIO:
                     raise
                 failure = Damaged(str(error))
             except Damaged as error:

@@ -238,7 +238,8 @@ class DeclaredExperts:
 
             copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
             server.host.may_step = may_step
-            await asyncio.wrap_future(server.compute.call(lambda: None))  # a batch under way has ended by then
+            # a batch under way has ended by then
+            await asyncio.wrap_future(server.compute.call(lambda: None))
             # 2. wait for holders of copies that look often enough
             while time.monotonic() < end:
                 if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):

@@ -22,8 +22,10 @@ from fmoe_ext.memory import limits
 from fmoe_ext.remote.protocol import WINDOW_BYTES
 from fmoe_ext.remote.wire import STATE
 
-LEAST_WAITING = 16 * WINDOW_BYTES  # bytes in grpc's windows that may wait, even if ByteBudget's limit is lower
-MAX_BATCH_TENSORS = STATE.max_tensors - 8  # a batch becomes an update's message, where ids and rows are tensors too
+# bytes in grpc's windows that may wait, even if ByteBudget's limit is lower
+LEAST_WAITING = 16 * WINDOW_BYTES
+# a batch becomes an update's message, where ids and rows are tensors too
+MAX_BATCH_TENSORS = STATE.max_tensors - 8
 
 
 def share_of_memory(part: int) -> int | None:
@@ -90,7 +92,8 @@ class Held:
 
     async def wait_for(self, count: int, seconds: float) -> None:
         """Hold `count` bytes instead, as soon as there is room for them; QueueFull after `seconds`."""
-        self.release()  # hold nothing while waiting: two calls that wait for each other's bytes would wait in vain
+        # hold nothing while waiting: two calls that wait for each other's bytes would wait in vain
+        self.release()
         self.count = (await self.budget.take(self.peer, min(count, self.budget.limit), seconds)).count
 
     def move(self) -> "Held":
@@ -115,7 +118,8 @@ class ByteBudget:
         self.num_bytes = 0  # held
         self.on_idle: Callable[[], None] = lambda: None  # called when nothing is held any more
         self._of_peer: Counter[str] = Counter()  # bytes held
-        self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}  # peer and bytes, in the order of arrival
+        # peer and bytes, in the order of arrival
+        self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
     def __str__(self) -> str:
         return f"calls of {self.num_bytes} bytes are under way, at most {self.limit} (--max_bytes_in_flight)"

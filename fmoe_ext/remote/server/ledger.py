@@ -85,7 +85,8 @@ class Ledger:
         self.committed = 0  # up to here every member has the log
         self.seen = Term()  # the largest term in any message or record; messages of smaller ones are refused
         self.broken = ""  # why the weights cannot be trusted; "": they can
-        self.lacks = 0  # version in this server's damaged checkpoint, which no other replica may have; 0: none
+        # version in this server's damaged checkpoint, which no other replica may have; 0: none
+        self.lacks = 0
         self.applied: OrderedDict[str, int] = OrderedDict()  # request id -> version
         self.num_requests = 0  # gradients applied since the expert began, each counted once
         self.tail: list[Update] = []  # updates that members may lack

@@ -101,7 +101,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     # 2. the server; signals are taken first, so that one which comes while it starts is not lost
     protocol.allow_more_files()
     has_to_end = loop.end_signals()
-    sys.setswitchinterval(0.001)  # Python's 5 ms would be how long the loop waits for the thread that computes
+    # Python's 5 ms would be how long the loop waits for the thread that computes
+    sys.setswitchinterval(0.001)
     try:
         server = make_server(flags)
         server.start()

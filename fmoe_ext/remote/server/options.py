@@ -35,7 +35,7 @@ SCHEDULERS = ("none", "linear")
 
 @dataclass(frozen=True)
 class Training:
-    """How gradients change experts: optimizer, learning rate, clipping, and which gradients are too old.
+    """The way gradients change experts: optimizer, learning rate, clipping, and which gradients are too old.
 
     scheduler "linear": the learning rate of an expert's update n (from 0) is lr times n / num_warmup_steps, then
     (num_training_steps - n) / (num_training_steps - num_warmup_steps), then 0. n is the expert's version, so the

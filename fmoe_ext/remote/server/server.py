@@ -206,7 +206,8 @@ class Server:
 
         def add() -> None:
             self.host.add(uids)
-            for uid, error in damaged.items():  # a recovery then waits for a better copy; 1: the version is unknown
+            # a recovery then waits for a better copy; 1: the version is unknown
+            for uid, error in damaged.items():
                 self.host.find(uid).ledger.lacks = error.version or 1
             for state in states:
                 write_state(self.host, state)

@@ -96,14 +96,16 @@ class ComputeThread:
         self.num_jobs += len(batch)
         try:
             self.host.run(batch)
-        except Exception as error:  # run() answers with errors itself; one that it raises must not end this thread
+        except Exception as error:
+            # run() answers with errors itself; one that it raises must not end this thread
             self.num_crashes += 1
             traceback.print_exc()
             for job in batch:
                 job.done(error)
 
 
-LONGEST_LOOK = 4.0  # seconds between looks; a server that leaves does not wait for holders that look more rarely
+# seconds between looks; a server that leaves does not wait for holders that look more rarely
+LONGEST_LOOK = 4.0
 LATE_LOOK = 3.0  # seconds that a look may be late on a busy machine; one whole look may fail besides
 
 
@@ -403,7 +405,8 @@ class ExpertService:
         message, host = call.message, self.compute.host
         uid = message.text(protocol.UID)
         seconds = (call.deadline - time.monotonic()) * SHARE_FOR_ROOM
-        await call.held.wait_for(host.state_bytes(uid), seconds)  # memory for the copy, not for the small request
+        # memory for the copy, not for the small request
+        await call.held.wait_for(host.state_bytes(uid), seconds)
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(host, uid)))
         self.copies.note(message, uid, int(state.meta[protocol.VERSION]))
         return state
