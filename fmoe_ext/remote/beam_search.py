@@ -10,6 +10,7 @@ asked for once. A prefix that falls out of a beam is lost even if a very good co
 exact for one dimension only. Shapes: T tokens, B prefixes in a beam, n places of a dimension, P different prefixes.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ import torch
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, Unanswered, check_prefix
 
 T = TypeVar("T")
+PAUSE = 0.05  # seconds until a question without any answer is asked again
 
 
 @dataclass(frozen=True)
@@ -63,8 +65,10 @@ async def beam_search(
                 found = await question(keys, seconds)
             except Unanswered as error:
                 found = error.found
-            if found or not keys:  # without a single answer, ask again until the search's deadline
+            if found or not keys:
                 break
+            # not one answer: ask again until the deadline; a directory may fail at once, so leave the loop to others
+            await asyncio.sleep(min(PAUSE, max(0.0, deadline - time.monotonic())))
         left -= 1
         missing.extend(key for key in keys if key not in found)
         return found

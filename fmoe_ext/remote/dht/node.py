@@ -305,7 +305,7 @@ class KademliaNode:
 
         A node that cannot be reached refuses all.
         """
-        limit = min(timeout, self.options.call_timeout)
+        end = time.monotonic() + timeout
 
         async def put_at(peer: Peer | None, items: Sequence[Item]) -> list[Refusal | None]:
             if peer is None:
@@ -313,7 +313,10 @@ class KademliaNode:
             refused: list[Refusal | None] = []
             for first in range(0, len(items), messages.MAX_ITEMS):
                 some = items[first : first + messages.MAX_ITEMS]
+                limit = min(end - time.monotonic(), self.options.call_timeout)
                 try:
+                    if limit <= 0:
+                        raise Unreachable(f"{peer.endpoint}: no time was left to store at it")
                     answer = await self.call(peer, messages.STORE, Request(self._header(), items=some), limit)
                     if len(answer.refused) != len(some):
                         text = f"{peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
