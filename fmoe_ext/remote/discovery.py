@@ -272,7 +272,9 @@ class Cached(Discovery):
         if len(known) > MAX_ENTRIES:
             known.clear()
         oldest = begin - self.max_age
-        missing = [key for key in dict.fromkeys(keys) if key not in known or known[key][0] < oldest]
+        # found first: while ask() waits, forget() may drop answers that were known here
+        found = {key: known[key][1] for key in keys if key in known and known[key][0] >= oldest}
+        missing = [key for key in dict.fromkeys(keys) if key not in found]
         late: Unanswered | None = None
         new: Mapping[str, T] = {}
         if missing:
@@ -282,8 +284,7 @@ class Cached(Discovery):
                 late, new = error, error.found
         # dated from before the question: an answer may be as old as that
         known.update((key, (begin, answer)) for key, answer in new.items())
-        unanswered = set(late.missing if late else ())
-        found = {key: known[key][1] for key in keys if key not in unanswered}
+        found |= new
         if late is not None:
             raise Unanswered(str(late), found, late.missing)
         return found

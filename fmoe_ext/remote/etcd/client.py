@@ -237,7 +237,7 @@ class EtcdDiscovery(Discovery):
     async def claim(self, claim: Claim) -> frozenset[str]:
         deadline = time.monotonic() + claim.timeout
         if self._lease is None or not await self.etcd.keep_alive(self._lease, claim.timeout):
-            self._lease = await self.etcd.grant(claim.ttl, claim.timeout)
+            self._lease = await self.etcd.grant(claim.ttl, deadline - time.monotonic())
         mine, value = set(), dump(Leader("", claim.endpoint))
         for uid in claim.uids:
             key = leader_key(uid)
@@ -250,12 +250,12 @@ class EtcdDiscovery(Discovery):
         return frozenset(mine)
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
-        value = dump(Leader("", endpoint))
+        deadline, value = time.monotonic() + timeout, dump(Leader("", endpoint))
         for uid in uids:
             key = leader_key(uid)
             # the key is not another server's by now
             is_own = rpc.Compare(target=rpc.Compare.VALUE, key=key.encode(), value=value)
-            await self.etcd.transact([is_own], [delete(key)], timeout=timeout)
+            await self.etcd.transact([is_own], [delete(key)], timeout=deadline - time.monotonic())
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         names = [check_uid(uid) for uid in uids]
