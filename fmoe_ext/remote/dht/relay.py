@@ -112,17 +112,19 @@ class Relay:
         # 3. a port for it; those below 1024 are for the system's own services
         wanted = line.get("port")
         port = wanted if type(wanted) is int and 1024 <= wanted < 1 << 16 else 0
+        server: asyncio.Server | None = None
         try:
-            server = await asyncio.start_server(accept, self._host, port)
-        except OSError:  # the port that it had before is taken: another one, which it then announces
-            server = await asyncio.start_server(accept, self._host, 0)
-        try:
+            try:
+                server = await asyncio.start_server(accept, self._host, port)
+            except OSError:  # the port that it had before is taken: another one, which it then announces
+                server = await asyncio.start_server(accept, self._host, 0)
             await _write(writer, {"port": server.sockets[0].getsockname()[1]})
             while True:  # until it is silent or hangs up, which ends this by an error (_closing)
                 await _read(reader, SILENT_FOR)
         finally:
             self.num_hosts -= 1
-            server.close()
+            if server is not None:
+                server.close()
             for call_from_outside in calls:
                 call_from_outside.cancel()
 
