@@ -8,10 +8,12 @@ rates of calls and bytes.
 import errno
 import fcntl
 import hashlib
+import ipaddress
 import os
 import ssl
 import stat
 import time
+import urllib.parse
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -219,9 +221,19 @@ class Rates:
 
 
 def host_of(peer: str) -> str:
-    """Return the address in grpc's name of a peer: "10.0.0.1" for "ipv4:10.0.0.1:4242"."""
-    kind, _, address = peer.partition(":")
-    return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
+    """Return the address in grpc's name of a peer: "10.0.0.1" for "ipv4:10.0.0.1:42", "::1" for "ipv6:%5B::1%5D:42".
+
+    An IPv4 address in IPv6's form, by which a server that listens on [::] sees it, becomes an IPv4 address.
+    """
+    kind, _, address = urllib.parse.unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    except ValueError:
+        return host
+    return host if mapped is None else str(mapped)
 
 
 def _digest(token: str) -> bytes:

@@ -6,8 +6,6 @@ KademliaNode uses call(), serve(), address() and close() alone, so the tests' si
 import asyncio
 import functools
 import ipaddress
-import re
-import urllib.parse
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -136,9 +134,5 @@ def _network_of(host: str) -> str | None:
 
 def host_seen(peer: str) -> str:
     """Return the host in grpc's name of a peer as endpoints have it: "10.0.0.1", "[::1]"; IPv4 in IPv6 as IPv4."""
-    host = host_of(urllib.parse.unquote(peer))
-    if re.fullmatch(r"\[.*\]", host):
-        address = ipaddress.ip_address(host[1:-1])
-        mapped = getattr(address, "ipv4_mapped", None)
-        return host if mapped is None else str(mapped)
-    return host
+    host = host_of(peer)
+    return f"[{host}]" if peer.startswith("ipv6:") and ":" in host else host
