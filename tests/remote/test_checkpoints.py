@@ -193,6 +193,24 @@ def test_file_with_another_experts_name_is_refused(saved):
         checkpoints.begin()
 
 
+def test_file_that_is_no_experts_is_left_alone(saved):
+    """A server could not start, or its reading of all files ended silently: "model" is no uid."""
+    checkpoints, _, path = saved
+    other = path.with_name("model.safetensors")
+    safetensors.torch.save_file({"w": torch.ones(2)}, other)
+    before = other.read_bytes()
+    checkpoints.begin()
+    assert checkpoints.uids() == ["expert.0"]
+    assert other.read_bytes() == before
+
+
+def test_expert_under_a_name_that_is_no_uid_ends_the_start(saved):
+    checkpoints, _, path = saved
+    path.rename(path.with_name("old.safetensors"))
+    with pytest.raises(Misnamed, match=r"old\.safetensors holds the state of expert\.0"):
+        checkpoints.begin()
+
+
 def test_damaged_name_in_a_header_counts_as_damage(saved):
     checkpoints, _, path = saved
     path.write_bytes(path.read_bytes().replace(b'"uid":"expert.0"', b'"uid":"expert.1"'))

@@ -26,7 +26,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fmoe_ext.remote.discovery import check_uid
+from fmoe_ext.remote.discovery import check_uid, is_uid
 from fmoe_ext.remote.security import lock_file
 from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, pieces
 
@@ -122,10 +122,10 @@ class Checkpoints:
         for name in self.files.names():
             if f"{SUFFIX}.tmp-" in name:
                 self.files.remove(name)
-        for uid in self.uids():
-            holds = self._uid_in_header(f"{uid}{SUFFIX}")
-            if holds is not None and holds != uid:
-                raise _misnamed(self.files, uid, holds)
+            elif name.endswith(SUFFIX):
+                uid, holds = name.removesuffix(SUFFIX), self._uid_in_header(name)
+                if holds is not None and holds != uid:
+                    raise _misnamed(self.files, uid, holds)
 
     def end(self) -> None:
         """Unlock the folder."""
@@ -204,8 +204,9 @@ class Checkpoints:
             return f"{name}{DAMAGED}{number}"
 
     def uids(self) -> list[str]:
-        """Return the experts that have a file."""
-        return sorted(name.removesuffix(SUFFIX) for name in self.files.names() if name.endswith(SUFFIX))
+        """Return the experts that have a file; files with other names are not this server's."""
+        names = (name.removesuffix(SUFFIX) for name in self.files.names() if name.endswith(SUFFIX))
+        return sorted(filter(is_uid, names))
 
     def _uid_in_header(self, name: str) -> str | None:
         """Return the uid in a file's header; None if the header cannot be read, or is damaged."""
