@@ -10,6 +10,7 @@ gradients, says that it is leaving, and waits until holders have the last versio
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -104,12 +105,22 @@ class WarmCopies:
             return
         if uid not in granted:
             return
+
+        def install() -> None:
+            try:
+                write_state(server.host, copy)
+            except WireError:
+                if uid in server.host.experts:  # half of a bad copy must not be served, nor declared again
+                    server.host.remove(uid)
+                raise
+
         try:
-            await asyncio.wrap_future(server.compute.call(lambda: write_state(server.host, copy)))
+            await asyncio.wrap_future(server.compute.call(install))
         except WireError as error:
             # the copy is bad: another holder may have a better one
             log.error("%s cannot be taken over: %s", uid, error)
-            await self.discovery.withdraw([uid], server.endpoint)
+            with contextlib.suppress(DiscoveryError):  # the claim expires by itself; the other copies go on
+                await self.discovery.withdraw([uid], server.endpoint)
             return
         version, requests = self._seen.get(uid, (0, 0))
         updates = max(0, version - copy.number(protocol.VERSION, 0))
