@@ -73,9 +73,9 @@ async def read_status(
         replica = ReplicaStatus(server, endpoint, is_member)
         data = encode(Message({}, {protocol.UID: uid}))
         try:
-            async with turns:
+            async with turns:  # every server is asked about every expert: not all at once
                 meta = (await caller.call(endpoint, protocol.INFO, data, timeout)).meta
-        except errors.RemoteError as error:
+        except errors.RemoteError as error:  # a member must answer; another server simply does not host it
             return dataclasses.replace(replica, error=str(error)) if is_member else None
         names = (protocol.TERM, protocol.VERSION, protocol.COMMITTED, protocol.SAVED, protocol.WAITING)
         numbers: dict[str, Any] = {name: int(meta[name]) for name in names if meta.get(name, "").isdigit()}
@@ -153,6 +153,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if (flags.tokens is None) != (flags.own_token is None):
         parser.error("give --tokens and --own_token together")
+    # the token with which to call the servers, as they call each other
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
     names = {name: token for token, name in tokens.items()}  # the file has {token: name}
     if flags.own_token is not None and flags.own_token not in names:

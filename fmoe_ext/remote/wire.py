@@ -251,6 +251,7 @@ def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str,
     packed: dict[str, torch.Tensor] = {}
     notes = dict(meta)
     for name, tensor in tensors.items():
+        # integers are exact, and a scalar has no row
         if codec == "none" or not tensor.is_floating_point() or tensor.dim() == 0:
             packed[name] = tensor
             continue
@@ -264,7 +265,7 @@ def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str,
                 packed[name] = wide.to(torch.int8)
                 packed[name + _SCALE] = wide.new_zeros((*wide.shape[:-1], 1))
             else:
-                scale = wide.abs().amax(-1, keepdim=True) / 127
+                scale = wide.abs().amax(-1, keepdim=True) / 127  # [*, 1]
                 packed[name] = (wide / torch.where(scale == 0, 1, scale)).round().to(torch.int8)
                 packed[name + _SCALE] = scale
     return Message(packed, notes)

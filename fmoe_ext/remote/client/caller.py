@@ -83,6 +83,7 @@ class Caller:
         async def read() -> Message:
             send = self._channel(endpoint).unary_stream(method)
             stream = send(data, timeout=timeout, metadata=self._metadata(data))
+            # the timeout of a whole state is long, so a server that hangs is noticed by the pause between two parts
             whole = bytearray()
             while True:
                 try:

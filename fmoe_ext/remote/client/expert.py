@@ -254,6 +254,7 @@ class RemoteExperts(nn.Module):
         self.last_failed: dict[str, str] = {}  # uid: why, in the last forward that called remote experts
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        # 1. the rows of each expert; calls for the remote ones that have some
         counts = torch.as_tensor(tokens_per_expert, device="cpu").tolist()
         # [tokens, D] an expert; rows of dropped choices lie behind all
         parts = rows[: sum(counts)].split(counts)
@@ -262,6 +263,7 @@ class RemoteExperts(nn.Module):
             for n, expert in enumerate(self.members)
             if isinstance(expert, RemoteExpert) and parts[n].shape[0]
         }
+        # 2. all calls at once; None for one that failed, or that returned other rows than its input has
         outputs: dict[int, torch.Tensor | None] = {}
         if calls:
             settings = self.client.settings
@@ -271,6 +273,7 @@ class RemoteExperts(nn.Module):
             outputs |= zip(calls, fitting, strict=True)
             failures = zip(batch.calls, batch.failed, strict=True)
             self.last_failed = {call.handle.uid: str(error) for call, error in failures if error is not None}
+        # 3. local experts, and all outputs in the order of the experts
         for n, expert in enumerate(self.members):
             if not isinstance(expert, RemoteExpert):
                 outputs[n] = expert(parts[n])

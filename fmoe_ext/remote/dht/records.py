@@ -133,6 +133,7 @@ class Identity:
 @functools.lru_cache(_VERIFIED)
 def read_record(payload: str, signature: str) -> SignedRecord:
     """Return the record in a payload from anywhere; BadRecord if a field is out of bounds or it is not signed."""
+    # 1. JSON with these fields
     if len(payload) > MAX_RECORD_BYTES:
         raise BadRecord(f"a record has at most {MAX_RECORD_BYTES} characters, but got {len(payload)}")
     try:
@@ -141,6 +142,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         raise BadRecord("a record must be JSON") from None
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
+    # 2. each field
     try:
         uid = check_uid(values["uid"])
     except ValueError as error:
@@ -161,7 +163,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
     for key, text in metadata.items():
         if not isinstance(text, str) or max(len(key), len(text)) > MAX_METADATA_TEXT:
             raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
-    # last, because it takes longest
+    # 3. the signature, last because it takes longest
     owner, counts = values["owner"], (values["fence"], values["sequence"])
     if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
         raise BadRecord(f"the record of {uid} is not signed by its owner")

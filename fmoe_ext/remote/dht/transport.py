@@ -85,6 +85,7 @@ class GrpcTransport:
                 del self._busy[endpoint]
 
     async def serve(self, listen_on: str, handler: Handler) -> int:
+        # requests are smaller than answers, and never in parts
         options = dict(protocol.server_options(MAX_ANSWER_BYTES))
         options["grpc.max_receive_message_length"] = MAX_REQUEST_BYTES
         self._server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=MAX_CALLS)

@@ -70,10 +70,12 @@ def append_message(append: Append) -> Message:
 
 def read_append(message: Message) -> Append:
     """Return the append in a message; WireError if there is none."""
+    # a probe has no tensors
     uid, end = message.meta.get("uid", ""), _read_end(message, "end")
     term, committed = Term.read(message, "term"), message.number("committed")
     if "ids" not in message.tensors:
         return Append(uid, term, committed, end)
+    # all parts must be there and fit together: ids [16 R], rows [R], grad and inputs [sum of rows, *] for R requests
     given = dict(message.tensors)
     ids, rows, grad = (given.pop(key, None) for key in ("ids", "rows", "grad"))
     inputs = [given[str(n)] for n in range(len(given)) if str(n) in given]
@@ -85,6 +87,7 @@ def read_append(message: Message) -> Append:
     total = sum(counts)
     if not counts or min(counts) < 1 or any(x.dim() < 1 or x.shape[0] != total for x in (grad, *inputs)):
         raise WireError("the rows of an update do not add up")
+    # apart again, by request
     by_request = zip(*(x.split(counts) for x in inputs), strict=True)
     # 32 zeros stand for a request without an id
     requests = tuple(

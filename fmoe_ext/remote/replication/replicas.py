@@ -264,24 +264,28 @@ class ReplicatedExperts:
         record, revision = self.registry.view.members(replica.uid)
         leader, guard = self.registry.view.leader(replica.uid)
         own = replica.leader
+        # 1. etcd went back: its record cannot be trusted
         if replica.needs_void(record, self.registry.num_returns):
             await self._void(replica, record, revision)
+        # 2. no server leads
         elif leader is None:
             if own is not None:
                 own.end("its key is gone")
             replica.stop_copying()
             await self._fill(replica, record, revision)
+        # 3. another server leads: follow it, or take a copy
         elif leader.server != self.name:
             replica.vacant, replica.loss = None, None
             if own is not None:
                 own.end(f"{leader.endpoint} leads")
             replica.follow(leader, record)
+        # 4. the key has this server's name but is not of the term that it leads, because an answer of etcd was lost when
+        # the term began or ended: give the key back
         elif own is None or own.guard != guard:
-            # The key has this server's name but is not of the term that it leads: an answer of etcd was lost when the
-            # term began or ended. Give the key back.
             if own is not None:
                 own.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)
+        # 5. this server leads
         elif own.holds():
             await own.look_after()
         else:

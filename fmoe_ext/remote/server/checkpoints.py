@@ -148,6 +148,7 @@ class Checkpoints:
 
     def load(self, uid: str) -> Message | None:
         """Return the state that was saved last; None without one, Damaged or Misnamed if it must not be used."""
+        # 1. read it, several times if it seems damaged
         name = _file_name(uid)
         for read in range(1, READS + 1):
             try:
@@ -166,6 +167,7 @@ class Checkpoints:
                 break
             if read == READS:
                 raise Damaged(f"the checkpoint {self.files}/{name} is damaged: {failure}", failure.version)
+        # 2. the state in it, without the table
         if TABLE not in state.meta:
             text = "%s/%s has no checksums, so that damage cannot be found: the next save adds them"
             log.warning(text, self.files, name)
@@ -288,6 +290,7 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
     """Compare each chunk with its digest, yielding its number of bytes; Damaged if one differs."""
     size = file.seek(0, os.SEEK_END)
     try:
+        # the table first: a file that was cut off, or whose table is damaged, shows there
         count = _num_chunks(size)
         end = size - DIGEST * (count + 1)
         file.seek(end)
@@ -295,6 +298,7 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
         rows, whole = table[:-DIGEST], table[-DIGEST:]
         if len(table) != size - end or _digest(rows) != whole:
             raise Damaged("its checksums are damaged, or it was cut off")
+        # then each chunk
         file.seek(0)
         for n in range(count):
             begin, stop = n * CHUNK, min((n + 1) * CHUNK, end)

@@ -52,6 +52,7 @@ class Server:
 
     def __init__(self, options: Options, placement: Placement):
         self.options, self.placement = options, placement
+        # 1. what computes
         expert_class = find_expert_class(options.expert_cls)
         learning = options.training, options.device, options.seed
         self.host = ExpertHost(expert_class, options.hidden_dim, *learning)
@@ -59,6 +60,7 @@ class Server:
         bounds = options.max_waiting, options.max_waiting // 2, options.max_batch_size
         self.queue = FairQueue(*bounds, body_bytes(options.max_message_bytes))
         self.compute = ComputeThread(self.host, self.queue)
+        # 2. what answers
         self.metrics = metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
         self.guard = Guard(options.security)
@@ -67,6 +69,7 @@ class Server:
         self.service = ExpertService(self.compute, self.guard, metrics, call, budget)
         self.service.max_rows = options.max_rows
         self.service.describe = self.describe
+        # 3. what saves and shows
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.saver: Saver | None = None
         if self.checkpoints is not None:
@@ -193,6 +196,7 @@ class Server:
         A damaged checkpoint is set aside if the experts are replicated, for other servers may have them; otherwise it
         raises Damaged.
         """
+        # read on another thread, and put into the experts between two batches
         uids = [uid for uid in uids if uid not in self.host.experts]
         states, damaged = list[Message](), dict[str, Damaged]()
         if self.saver is not None:
