@@ -279,8 +279,8 @@ class ReplicatedExperts:
             if own is not None:
                 own.end(f"{leader.endpoint} leads")
             replica.follow(leader, record)
-        # 4. the key has this server's name but is not of the term that it leads, because an answer of etcd was lost when
-        # the term began or ended: give the key back
+        # 4. the key has this server's name but is not of the term that it leads, as an answer of etcd was lost when the
+        # term began or ended: give the key back
         elif own is None or own.guard != guard:
             if own is not None:
                 own.end("its key is another one")
