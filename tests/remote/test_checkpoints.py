@@ -1,17 +1,20 @@
 """Checkpoints of experts: what the disk gives back is what was written, or it is refused by name."""
 
 import random
+import types
 
 import pytest
 import safetensors.torch
 import torch
 
+from fmoe_ext.remote import loop
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.server import checkpoints as module
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged, Misnamed, decode_with_checksums
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
-from fmoe_ext.remote.server.options import Training
+from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
@@ -167,6 +170,33 @@ def test_short_read_does_not_hide_a_renamed_file(saved, short_reads):
     with pytest.raises(Misnamed, match=r"expert\.7\.safetensors holds the state of expert\.0"):
         checkpoints.begin()
     assert len(short_reads) == 3
+
+
+def test_file_that_is_whole_at_a_later_reading_is_loaded(saved, monkeypatch):
+    """The start of a server with replicas ended: its checkpoint was damaged, and then was not."""
+    _, state, path = saved
+    original, failed = Checkpoints.load, []
+
+    def load(self, uid):
+        if not failed:
+            failed.append(uid)
+            raise Damaged("bytes 0 to 8 differ from what was written", 3)
+        return original(self, uid)
+
+    monkeypatch.setattr(Checkpoints, "load", load)
+    options = Options(hidden_dim=D, checkpoint_dir=path.parent, training=Training("adam", lr=0.1))
+    server = Server(options, types.SimpleNamespace())
+    server.host.is_replicated = True
+    server.compute.start()
+    try:
+        loop.run(server.add_experts(["expert.0"]), 60)
+    finally:
+        server.compute.stop()
+    expert = server.host.find("expert.0")
+    assert failed == ["expert.0"] and path.exists()
+    assert (expert.version, expert.ledger.lacks) == (3, 0)
+    for name, weight in server.host.parameters("expert.0").items():
+        assert torch.equal(weight, state.tensors[f"weight/{name}"])
 
 
 def test_file_of_an_earlier_release_is_loaded_with_a_warning(saved, caplog):

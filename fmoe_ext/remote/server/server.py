@@ -205,8 +205,15 @@ class Server:
                 texts = "; ".join(str(error) for error in damaged.values())
                 remedy = "Restore what is damaged, or move it away to begin these experts anew"
                 raise Damaged(f"{texts}. {remedy}")
-            for uid, error in damaged.items():
-                await self.saver.set_aside(uid, error)
+            for uid, error in list(damaged.items()):
+                try:
+                    await self.saver.set_aside(uid, error)
+                except Damaged:  # whole when it was read once more: load it after all
+                    whole, _ = await self.saver.load([uid])
+                    if not whole:
+                        raise
+                    states += whole
+                    del damaged[uid]
 
         def add() -> None:
             self.host.add(uids)
