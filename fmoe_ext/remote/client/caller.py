@@ -16,7 +16,7 @@ from fmoe_ext.remote.wire import WHOLE, Limits, Message, WireError, decode
 
 Code = grpc.StatusCode
 PART_SECONDS = 30.0  # that download() waits for each part of an answer, the first one included
-# the server, the expert, or a server that is stopping
+# no server answers there, or it stops, or it has no such expert
 _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 
 
