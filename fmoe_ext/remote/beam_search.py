@@ -1,13 +1,16 @@
-"""Beam search: the best live experts of a grid for each token, asking discovery one level at a time.
+"""Find the best live experts of a grid for each token by beam search, asking discovery one coordinate at a time.
 
-A token wants the experts with the highest scores, and the score of expert grid.i.j is a sum over its coordinates. A
-grid of n x n experts is too large to ask for each of them, so the search goes down the coordinates. Of each level it
-keeps, for each token, the beam_size prefixes with the highest sums so far that lead to a live expert, and asks what
-lives below them: d + 1 questions for d dimensions. A prefix that falls out of the beam is lost even if a very good
-coordinate lies below it, so the result is exact for one dimension only. All tokens share the questions: prefixes are
-numbered over the whole batch and each is asked for once. Shapes: T tokens, B prefixes of a token, n places, P prefixes.
+A token wants the experts with the highest scores; the score of expert grid.i.j is a sum, scores[0][i] + scores[1][j].
+A grid of n x n experts is too large to ask for each, so the search goes down the coordinates:
+    1. ask which i live below "grid"; of each token's, keep the beam_size with the highest scores: its *beam*
+    2. ask which j live below each "grid.i" of any beam; keep the beam_size pairs with the highest sums; and so on
+    3. ask for the records of the uids that are left
+That is d + 1 questions for d dimensions, shared by all tokens: prefixes are numbered over the whole batch and each is
+asked for once. A prefix that falls out of a beam is lost even if a very good coordinate lies below it, so the result is
+exact for one dimension only. Shapes: T tokens, B prefixes in a beam, n places of a dimension, P different prefixes.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -18,6 +21,7 @@ import torch
 from fmoe_ext.remote.discovery import Discovery, DiscoveryError, ExpertRecord, Unanswered, check_prefix
 
 T = TypeVar("T")
+PAUSE = 0.05  # seconds until a question without any answer is asked again
 
 
 @dataclass(frozen=True)
@@ -25,9 +29,9 @@ class Found:
     """Experts, and which of them each token chooses."""
 
     records: list[ExpertRecord]
-    topk_idx: torch.Tensor  # [T, beam_size] into records, best first; -1 where there are no more
-    missing: tuple[str, ...] = ()  # prefixes and uids without an answer in time; experts there may live
-    num_asked: int = 0  # prefixes and uids
+    topk_idx: torch.Tensor  # [T, beam_size or fewer] into records, best first; -1: no more live experts
+    missing: tuple[str, ...] = ()  # prefixes and uids without an answer in time: experts there may live
+    num_asked: int = 0  # prefixes and uids that were asked for
 
 
 async def beam_search(
@@ -40,14 +44,14 @@ async def beam_search(
     without an answer by then are left out and named in Found.missing; DiscoveryError if a step has no answer at all.
     Exact for one dimension.
     """
-    deadline, left = time.monotonic() + timeout, len(scores) + 1  # questions
+    deadline, left = time.monotonic() + timeout, len(scores) + 1  # left: questions
     missing: list[str] = []
     num_asked = 0
 
     async def ask(
         question: Callable[[list[str], float], Awaitable[Mapping[str, T]]], keys: list[str]
     ) -> Mapping[str, T]:
-        """The answers that come in time; DiscoveryError if none comes before the deadline of the search."""
+        """Return the answers that come in time; DiscoveryError if none comes before the deadline of the search."""
         nonlocal left, num_asked
         num_asked += len(keys)
         while True:
@@ -63,13 +67,15 @@ async def beam_search(
                 found = error.found
             if found or not keys:
                 break
+            # not one answer: ask again until the deadline; a directory may fail at once, so leave the loop to others
+            await asyncio.sleep(min(PAUSE, max(0.0, deadline - time.monotonic())))
         left -= 1
         missing.extend(key for key in keys if key not in found)
         return found
 
     num_tokens = scores[0].shape[0]
     prefixes = [check_prefix(prefix)]
-    # [T, B] into prefixes; -1: none
+    # [T, B] into prefixes, and their sums of scores; -1: no prefix
     beam_prefix = torch.zeros(num_tokens, 1, dtype=torch.int64, device="cpu")
     beam_score = torch.zeros(num_tokens, 1, dtype=scores[0].dtype, device="cpu")
 
@@ -83,9 +89,10 @@ async def beam_search(
         for row, name in enumerate(prefixes):
             alive[row, [place for place in live.get(name, ()) if place < axis.shape[1]]] = True
         candidates = beam_score[:, :, None] + axis.detach().cpu()[:, None, :]  # [T, B, n]
-        candidates = candidates.masked_fill(~alive[beam_prefix], -torch.inf).flatten(1)
+        candidates = candidates.masked_fill(~alive[beam_prefix], -torch.inf).flatten(1)  # [T, B * n]
         best = candidates.topk(min(beam_size, candidates.shape[1]), dim=1)
         parent, place = best.indices // axis.shape[1], best.indices % axis.shape[1]
+        # a code for each longer prefix, parent * n + place; unique() numbers those that any token has kept
         extended = beam_prefix.gather(1, parent) * axis.shape[1] + place
         extended = extended.masked_fill(best.values == -torch.inf, -1)
         beam_score = best.values

@@ -1,7 +1,12 @@
-"""Discovery: who hosts which expert. One small interface; the DHT, etcd and a static list stand behind it.
+"""Discovery: the directory of which server hosts which expert, as one small interface.
+
+Servers claim uids for their endpoint and renew the claims (declare); clients look them up (get), and beam search asks
+which coordinates are in use (successors). The DHT (dht/), etcd (etcd/) and StaticList implement it; Cached remembers
+another's answers for some seconds.
 
 A uid names an expert: a prefix and its coordinates in a grid, joined by dots ("expert.3", "ffn.1.7"). A prefix is any
-printable text without dots, slashes and spaces ("my::experts2", "größe").
+printable text without dots, slashes and spaces ("my::experts2", "größe"). Pattern writes many uids as one text:
+"ffn.[0:4].[0:8]" is ffn.0.0 to ffn.3.7.
 """
 
 import abc
@@ -19,16 +24,17 @@ from fmoe_ext.remote.errors import RemoteError
 
 MAX_UID_LENGTH = 128  # bytes of UTF-8
 MAX_COORDINATE = 2**31 - 1
+# prefix, then ".number" without leading zeros: one expert must have one spelling
 _UID = re.compile(r"[^.\s/\\]+(?:\.(?:0|[1-9][0-9]{0,9}))+")
 _PREFIX = re.compile(r"[^.\s/\\]+(?:\.(?:0|[1-9][0-9]{0,9}))*")
 
 
 class DiscoveryError(RemoteError):
-    """Discovery could not answer (in time); the message names what was asked and of whom."""
+    """The directory could not answer, or not in time; the message names what was asked and of whom."""
 
 
 class Unanswered(DiscoveryError):
-    """Discovery answered for some keys only. found: their answers; missing: the other keys."""
+    """The directory answered for some keys only. found: their answers, by key; missing: the other keys."""
 
     def __init__(self, text: str, found: Mapping[Any, Any], missing: Sequence[Any]):
         super().__init__(text)
@@ -41,28 +47,29 @@ class ExpertRecord:
 
     uid: str
     endpoints: tuple[str, ...]  # "host:port", IPv6 as "[::1]:port"
-    expires: float = float("inf")  # time.monotonic() after which nobody may believe the record
-    fence: int = 0  # grows with every change of owner; a record with a smaller one is out of date
-    metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, e.g. {"version": "12"}
+    expires: float = float("inf")  # time.monotonic() after which the record must not be used
+    # grows with every change of owner; of two records the one with the smaller fence is out of date
+    fence: int = 0
+    metadata: Mapping[str, str] = field(default_factory=dict)  # small facts, such as {"version": "12"}
 
     def is_live(self, now: float | None = None) -> bool:
-        """True before it expires, at time.monotonic() or the given time."""
+        """True until the record expires; now: of time.monotonic(), this moment if None."""
         return (time.monotonic() if now is None else now) < self.expires
 
 
 @dataclass(frozen=True)
 class Claim:
-    """A server's wish to own experts, or to go on owning them."""
+    """A server's request to own experts, or to go on owning them: the checked arguments of declare()."""
 
     uids: tuple[str, ...]
     endpoint: str  # "host:port" at which the server answers
-    ttl: float  # seconds for which nobody else gets them
+    ttl: float  # seconds for which no other server gets them
     metadata: Mapping[str, str]  # of their records
     timeout: float  # seconds for the answer
 
 
 class Granted(frozenset[str]):
-    """uids that are now a server's. found_at: where a beam search can miss one, the number of nodes that show it."""
+    """The uids that a server now owns. found_at: how many nodes show a uid to beam searches, if that is counted."""
 
     found_at: Mapping[str, int] = MappingProxyType({})
 
@@ -70,9 +77,9 @@ class Granted(frozenset[str]):
 class Discovery(abc.ABC):
     """A directory that servers write and clients read. Every coroutine runs on the loop of fmoe_ext.remote.loop.
 
-    Each call ends within `timeout` seconds: with its result, or with DiscoveryError if there is none. Invalid
-    arguments raise ValueError. get and successors raise Unanswered, with what they know, if they can answer for a part
-    of the keys only. Implementations forget a record when it expires, and never return one that has.
+    Each call ends within `timeout` seconds, with its result or with DiscoveryError. Invalid arguments raise ValueError.
+    get and successors raise Unanswered, with the answers they have, if some keys have none. Implementations never
+    return a record that has expired.
     """
 
     async def declare(
@@ -84,44 +91,44 @@ class Discovery(abc.ABC):
         metadata: Mapping[str, str] | None = None,
         timeout: float = 5.0,
     ) -> frozenset[str]:
-        """Claims or renews uids for endpoint for ttl seconds -> those that are now this server's.
+        """Claim or renew uids for endpoint for ttl seconds -> those that this server now owns.
 
-        A uid that another live server owns is not taken from it: it is missing in the result, which may be Granted.
-        A server that wants to keep a uid calls again before ttl has passed.
+        A uid that another live server owns stays that server's and is missing in the result, which may be Granted. A
+        server that wants to keep a uid calls again before ttl has passed.
         """
         unique = tuple(dict.fromkeys(map(check_uid, uids)))
         return await self.claim(Claim(unique, endpoint, ttl, dict(metadata or {}), timeout))
 
     async def claim(self, claim: Claim) -> frozenset[str]:
-        """Does what declare() says; the uids are checked, and each is there once."""
+        """Do what declare() says; its uids are valid and each is there once. Implementations override this."""
         raise NotImplementedError(f"{type(self).__name__} has no claim()")
 
     @abc.abstractmethod
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
-        """Takes back what endpoint declared, at once; uids that it does not own are left alone."""
+        """End the claims of an endpoint at once; uids that it does not own are left alone."""
 
     @abc.abstractmethod
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
-        """The live record of each uid, None where there is none, in the order of uids."""
+        """Return the live record of each uid in their order, None where there is none."""
 
     @abc.abstractmethod
     async def successors(self, prefixes: Sequence[str], *, timeout: float = 5.0) -> dict[str, frozenset[int]]:
-        """For each prefix the coordinates that follow it in the uid of some live expert.
+        """Return for each prefix the coordinates that follow it in uids of live experts.
 
         With "ffn.1.7" and "ffn.1.9" alive: {"ffn": {1}, "ffn.1": {7, 9}}; an unknown prefix has the empty set.
         """
 
     async def close(self) -> None:  # noqa: B027  (most have nothing to close)
-        """Frees sockets and tasks. Records that were declared stay until they expire."""
+        """Free sockets and tasks; records that were declared stay until they expire."""
 
 
 def is_uid(uid: object) -> bool:
-    """True for prefix and coordinates joined by dots."""
+    """True for a prefix and one coordinate or more, joined by dots."""
     return isinstance(uid, str) and _is_name(uid, _UID) and max(coordinates(uid)) <= MAX_COORDINATE
 
 
 def check_uid(uid: str) -> str:
-    """uid, if it is one: prefix and coordinates joined by dots; ValueError otherwise."""
+    """Return uid if it is valid; ValueError otherwise."""
     if not is_uid(uid):
         raise ValueError(
             f"an expert's uid must look like expert.3 or grid.1.7 (at most {MAX_UID_LENGTH} bytes, coordinates at "
@@ -131,7 +138,7 @@ def check_uid(uid: str) -> str:
 
 
 def check_prefix(prefix: str) -> str:
-    """prefix, if it can begin a uid; one dot at its end is allowed and dropped. ValueError otherwise."""
+    """Return prefix without a dot at its end if a uid can begin with it; ValueError otherwise."""
     bare = prefix.removesuffix(".")
     if not _is_name(bare, _PREFIX):
         raise ValueError(f"a prefix must look like expert or grid.1, but got {prefix[:200]!r}")
@@ -139,7 +146,7 @@ def check_prefix(prefix: str) -> str:
 
 
 def _is_name(text: str, grammar: re.Pattern[str]) -> bool:
-    """True for printable text in Unicode's composed form, so that equal names are equal bytes."""
+    """True for printable text of the grammar in Unicode's composed form (NFC), so that equal names are equal bytes."""
     if len(text) > MAX_UID_LENGTH or not grammar.fullmatch(text) or not text.isprintable():
         return False
     # two spellings of one letter would be two keys with one name
@@ -147,18 +154,18 @@ def _is_name(text: str, grammar: re.Pattern[str]) -> bool:
 
 
 def coordinates(uid: str) -> tuple[int, ...]:
-    """(1, 7) of "grid.1.7"."""
+    """Return (1, 7) for "grid.1.7"."""
     return tuple(int(part) for part in uid.split(".")[1:])
 
 
 def prefixes_of(uid: str) -> list[tuple[str, int]]:
-    """Every prefix of a uid with the coordinate that follows: [("grid", 1), ("grid.1", 7)] of "grid.1.7"."""
+    """Return every prefix of a uid with the coordinate after it: [("grid", 1), ("grid.1", 7)] for "grid.1.7"."""
     parts = uid.split(".")
     return [(".".join(parts[:n]), int(parts[n])) for n in range(1, len(parts))]
 
 
 def successors_among(uids: Sequence[str], prefixes: Sequence[str]) -> dict[str, frozenset[int]]:
-    """The result of Discovery.successors when all live uids are known."""
+    """Return the result of Discovery.successors, given all live uids."""
     found: dict[str, set[int]] = {check_prefix(prefix): set() for prefix in prefixes}
     for uid in uids:
         for prefix, coordinate in prefixes_of(uid):
@@ -168,9 +175,9 @@ def successors_among(uids: Sequence[str], prefixes: Sequence[str]) -> dict[str, 
 
 
 class StaticList(Discovery):
-    """Experts at addresses that never change: {"expert.0": "host:port", ...}. Also a directory for one process.
+    """Experts at fixed addresses, {"expert.0": "host:port", ...}, or a directory within one process.
 
-    declare() adds to the list of this object alone; nothing is sent anywhere.
+    declare() adds to this object alone; nothing is sent anywhere.
     """
 
     def __init__(self, endpoints: Mapping[str, str | Sequence[str]] | None = None):
@@ -207,12 +214,15 @@ class StaticList(Discovery):
         return successors_among(list(self._live()), prefixes)
 
 
-MAX_ENTRIES = 100_000
+MAX_ENTRIES = 100_000  # of each of Cached's tables; with more, it starts anew
 T = TypeVar("T")
 
 
 class Cached(Discovery):
-    """Another discovery, whose answers are believed for max_age seconds, a record never longer than itself says."""
+    """Remember another discovery's answers for max_age seconds, a record never beyond its own expiry.
+
+    That an expert has no record is remembered too.
+    """
 
     def __init__(self, inner: Discovery, max_age: float = 3.0):
         self.inner, self.max_age = inner, max_age
@@ -220,7 +230,7 @@ class Cached(Discovery):
         self._successors: dict[str, tuple[float, frozenset[int]]] = {}
 
     def forget(self, uids: Iterable[str] | None = None) -> None:
-        """Drops what is known of some experts, of all if None."""
+        """Drop what is known of some experts; of all, prefixes included, if uids is None."""
         if uids is None:
             self._records.clear()
             self._successors.clear()
@@ -257,12 +267,14 @@ class Cached(Discovery):
         keys: Sequence[str],
         ask: Callable[[list[str]], Awaitable[dict[str, T]]],
     ) -> dict[str, T]:
-        """The answers for all keys, new ones fetched; Unanswered, with those that are known, if some do not come."""
+        """Return the answers for all keys; ask for missing and old ones. Unanswered, with the others, if some fail."""
         begin = time.monotonic()
         if len(known) > MAX_ENTRIES:
             known.clear()
         oldest = begin - self.max_age
-        missing = [key for key in dict.fromkeys(keys) if key not in known or known[key][0] < oldest]
+        # found first: while ask() waits, forget() may drop answers that were known here
+        found = {key: known[key][1] for key in keys if key in known and known[key][0] >= oldest}
+        missing = [key for key in dict.fromkeys(keys) if key not in found]
         late: Unanswered | None = None
         new: Mapping[str, T] = {}
         if missing:
@@ -270,10 +282,9 @@ class Cached(Discovery):
                 new = await ask(missing)
             except Unanswered as error:
                 late, new = error, error.found
-        # as old as the question: an answer may have been made when it was asked
+        # dated from before the question: an answer may be as old as that
         known.update((key, (begin, answer)) for key, answer in new.items())
-        unanswered = set(late.missing if late else ())
-        found = {key: known[key][1] for key in keys if key not in unanswered}
+        found |= new
         if late is not None:
             raise Unanswered(str(late), found, late.missing)
         return found
@@ -286,7 +297,10 @@ _RANGE = re.compile(r"\[(\d{1,10}):(\d{1,10})\]")
 
 
 class Pattern:
-    """The uids that a pattern stands for. ValueError for one that is none."""
+    """The uids that a pattern stands for: "grid.[0:4].7" is grid.0.7 to grid.3.7. ValueError for an invalid one.
+
+    The uids are numbered from 0, with their coordinates as digits, so a sample of a huge grid needs no list of it.
+    """
 
     def __init__(self, text: str):
         prefix, *parts = text.split(".")
@@ -313,7 +327,7 @@ class Pattern:
         return map(self._uid, range(self.size))
 
     def sample(self, count: int, rng: random.Random) -> list[str]:
-        """Up to count different uids in random order."""
+        """Return `count` different uids in random order, or all if there are fewer."""
         if self.size <= 4 * count:
             uids = list(self)
             rng.shuffle(uids)
@@ -322,7 +336,7 @@ class Pattern:
 
     def _uid(self, place: int) -> str:
         parts = []
-        for axis in reversed(self._axes):
+        for axis in reversed(self._axes):  # the last coordinate is the lowest digit
             place, index = divmod(place, len(axis))
             parts.append(str(axis[index]))
         return ".".join([self._prefix, *reversed(parts)])

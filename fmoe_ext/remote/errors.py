@@ -1,4 +1,4 @@
-"""Errors of calls to experts elsewhere."""
+"""The errors of calls to remote experts. Each says what its caller can do: client.PASSING lists those to try again."""
 
 
 class RemoteError(Exception):
@@ -10,20 +10,20 @@ class CallTimeout(RemoteError, TimeoutError):
 
 
 class ExpertGone(RemoteError):
-    """Nobody who can be reached hosts the expert."""
+    """No server that can be reached hosts the expert."""
 
 
 class Busy(RemoteError):
-    """The server has more to do than it takes, or the caller sends more than its rate allows."""
+    """The server has no room for the call, or the caller sends more than its rate allows: try again later."""
 
 
 class Refused(RemoteError):
-    """The server will not do this, now or later: wrong tensors, a missing token, a gradient that is too old."""
+    """The server refuses the call for good: wrong tensors, a missing token, a gradient that is too old."""
 
 
 class NoLeader(RemoteError):
-    """The server is not the one that takes the gradients of this expert now."""
+    """The server does not take gradients of this expert, or lacks acknowledged updates of it: ask another one."""
 
 
 class Cheated(RemoteError):
-    """A server's answer is not what the expert's weights give."""
+    """A server's answer is not what the expert's weights give (Auditor)."""

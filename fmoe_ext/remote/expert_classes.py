@@ -1,4 +1,14 @@
-"""Classes of experts by name (ffn, transformer, nop, det_dropout, registered ones), and stacks that compute many."""
+"""Define the classes of experts that servers can host, and compute many experts of one class together.
+
+An ExpertClass has a name (--expert_cls): ffn, transformer, nop, det_dropout, or a registered one. A *stack* holds all
+experts of a server, each at a *place*, a number from 0 on. ExpertHost gives it a batch as one Part an expert, and gets
+outputs or Gradients back, one a part:
+    _GroupedStack   every parameter has dimension 0 for the places, [places, ...], so that all experts with rows compute
+                    as one grouped product (ffn)
+    _ModuleStack    one nn.Module an expert, called one after the other (any class)
+Gradients do not depend on which experts share a batch, to the last bit: replicas repeat an update in other batches.
+Shapes: R rows of a batch, D hidden_dim, E experts; B, S, D of a transformer's batch, sequence and width.
+"""
 
 import hashlib
 from collections.abc import Callable, Sequence
@@ -12,20 +22,20 @@ from torch import nn
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.remote.schema import Schema
 
-DROPOUT_SHARE = 0.2
+DROPOUT_SHARE = 0.2  # of hidden values that a det_dropout mask drops; the others are scaled up by 1 / 0.8
 
 
 class _StackedFfn(nn.Module):
     """E feed-forward blocks layer_norm(x + w2 @ gelu(w1 @ x + b1) + b2) of width D and 4D, in grouped products.
 
     forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]; called with rows alone, E must be 1.
-    Parameters have one entry an expert in dimension 0, so that a part of the experts computes on a part of each.
+    Dimension 0 of every parameter is the expert, so compute() can take a range of the experts: p[first:end] of each.
     """
 
     def __init__(self, num_experts: int, hidden_dim: int):
         super().__init__()
         self.mlp = FusedExperts(num_experts, hidden_dim, 4 * hidden_dim, "gelu")
-        for linear in (self.mlp.htoh4, self.mlp.h4toh):  # as nn.Linear would start
+        for linear in (self.mlp.htoh4, self.mlp.h4toh):  # nn.Linear's default initialisation
             bound = linear.in_feat**-0.5
             nn.init.uniform_(linear.weight, -bound, bound)
             assert linear.bias is not None
@@ -48,7 +58,7 @@ class _StackedFfn(nn.Module):
             tokens_per_expert = torch.tensor([rows.shape[0]], device="cpu")
         y = rows + self.mlp(rows, tokens_per_expert, weights=(w1, b1, w2, b2))
         y = F.layer_norm(y, y.shape[-1:])
-        # one by one: an expert's gradients must not depend, to the last bit, on who shares its batch
+        # expert by expert: an expert's gradients must not depend, to the last bit, on the rest of the batch
         parts = zip(y.split(tokens_per_expert.tolist()), norm_weight, norm_bias, strict=True)
         return torch.cat([part * weight + bias for part, weight, bias in parts])
 
@@ -68,11 +78,11 @@ class _TransformerBlock(nn.Module):
 
 
 class _Nop(nn.Module):
-    """Returns what it gets: measures the way, not the work."""
+    """Return the input: an expert without work, to measure what calls alone take."""
 
     def __init__(self, hidden_dim: int):
         super().__init__()
-        self.offset = nn.Parameter(torch.zeros(()), requires_grad=False)
+        self.offset = nn.Parameter(torch.zeros(()), requires_grad=False)  # an optimizer needs one parameter
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x.clone()
@@ -99,19 +109,19 @@ class ExpertClass:
     name: str
     make: Callable[[int], nn.Module]  # (hidden_dim) -> one expert
     sample: Callable[[int], tuple[torch.Tensor, ...]]  # (hidden_dim) -> one row of each input
-    # (num_experts, hidden_dim) -> many that compute together
+    # (num_experts, hidden_dim) -> experts that compute together; None: one module an expert
     make_stacked: Callable[[int, int], _StackedFfn] | None = None
-    keywords: tuple[str, ...] = ()  # names of the last inputs, where they are given by keyword
+    keywords: tuple[str, ...] = ()  # names of the last inputs, if forward takes them by keyword
 
     def call(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """The outputs of one of its experts."""
+        """Return the outputs of one expert, always as a tuple."""
         count = len(inputs) - len(self.keywords)
         keywords = dict(zip(self.keywords, inputs[count:], strict=True))
         y: torch.Tensor | Sequence[torch.Tensor] = module(*inputs[:count], **keywords)
         return (y,) if isinstance(y, torch.Tensor) else tuple(y)
 
     def compute(self, module: nn.Module, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The output of one of its experts; several leave as one, flat and side by side."""
+        """Return the output of one expert; several are flattened and joined to one, [B, sum of their sizes]."""
         outputs = self.call(module, inputs)
         return outputs[0] if len(outputs) == 1 else torch.cat([y.flatten(1) for y in outputs], dim=1)
 
@@ -131,7 +141,7 @@ _BUILT_IN = (
     ExpertClass(
         "det_dropout",
         _DeterministicDropout,
-        # the mask is as wide as its layer
+        # the mask is as wide as the hidden layer
         lambda hidden_dim: (*_one_row(hidden_dim), *_one_row(2 * hidden_dim)),
     ),
 )
@@ -139,7 +149,7 @@ _CLASSES = {kind.name: kind for kind in _BUILT_IN}  # register_expert_class() ad
 
 
 def find_expert_class(name: str) -> ExpertClass:
-    """The expert class of that name; ValueError, with the names there are, for another."""
+    """Return the expert class of a name; ValueError, which lists the known ones, for any other."""
     if name not in _CLASSES:
         raise ValueError(f"unknown expert class {name!r}: choose one of {', '.join(_CLASSES)}")
     return _CLASSES[name]
@@ -148,11 +158,12 @@ def find_expert_class(name: str) -> ExpertClass:
 def register_expert_class(
     name: str, sample: Callable[[int], torch.Tensor | tuple[torch.Tensor, ...]], keywords: Sequence[str] = ()
 ) -> Callable[[type[nn.Module]], type[nn.Module]]:
-    """Class decorator: lets servers host a module as --expert_cls name; the module is made as cls(hidden_dim).
+    """Class decorator: let servers host a module as --expert_cls name; it is made as cls(hidden_dim).
 
     sample(hidden_dim) -> one row of each input of its forward, without the batch dimension; a size of 0 stands for
-    any size. All inputs and outputs have the batch in dimension 0, and rows do not depend on each other. keywords: the
-    names of the last inputs, if forward takes them by keyword. Several outputs have one dtype and fixed sizes.
+    any size. All inputs and outputs must have the batch in dimension 0, and rows must not depend on each other.
+    keywords: the names of the last inputs, if forward takes them by keyword. Several outputs must have one dtype and
+    fixed sizes.
     """
 
     def as_tuple(hidden_dim: int) -> tuple[torch.Tensor, ...]:
@@ -171,10 +182,10 @@ def register_expert_class(
 def initial_state(
     expert_class: ExpertClass, hidden_dim: int, uid: str, seed: int = 0
 ) -> dict[str, torch.Tensor]:
-    """The weights and buffers that an expert starts from, wherever it starts."""
-    # from its own seed, so that it is the same wherever the expert starts and whatever started before it
+    """Return the weights and buffers that an expert starts from: a function of class, width, uid and seed alone."""
+    # a seed of its own, so that the weights are the same on every server and whatever was made before
     digest = hashlib.sha256(f"{seed} {uid}".encode()).digest()
-    # the program's own random numbers go on as before
+    # fork_rng: the program's own random numbers go on as if none had been drawn here
     with torch.random.fork_rng(devices=[]), torch.device("cpu"):
         torch.manual_seed(int.from_bytes(digest[:7], "big"))
         module = expert_class.make(hidden_dim)
@@ -182,13 +193,13 @@ def initial_state(
 
 
 def _kept_buffers(module: nn.Module) -> dict[str, torch.Tensor]:
-    """The buffers of a module that its state dict has."""
+    """Return the persistent buffers of a module: those that its state dict has."""
     kept = module.state_dict().keys()
     return {name: x for name, x in module.named_buffers() if name in kept}
 
 
 def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.Module:
-    """A local expert of a registered class, with the weights that a server would start uid from."""
+    """Make a local expert of a registered class, with the weights from which a server would start `uid`."""
     expert_class = find_expert_class(name)
     module = expert_class.make(hidden_dim)
     module.load_state_dict(initial_state(expert_class, hidden_dim, uid, seed), strict=False)
@@ -196,9 +207,9 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 
 
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
-    """The inputs and outputs of a class of experts, found by calling one."""
+    """Return the schema of a class: its inputs as it declares them, its outputs as found by calling one expert."""
     samples = expert_class.sample(hidden_dim)
-    # what a class returns is known only by calling it
+    # one row of zeros; a size that may be any is 1 here
     rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
     with torch.no_grad(), torch.device("cpu"):
         outputs = expert_class.call(expert_class.make(hidden_dim), rows)
@@ -207,6 +218,7 @@ def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
         raise ValueError(f"{expert_class.name} must return one row for each row, but returned {shapes}")
     if len(outputs) == 1:
         y = outputs[0]
+        # an output like the first input takes over its sizes of 0, which stand for any size
         is_like_input = y.shape[1:] == rows[0].shape[1:] and y.dtype == rows[0].dtype
         return Schema.of(samples, samples[0] if is_like_input else y[0], expert_class.keywords)
     if len({part.dtype for part in outputs}) != 1 or any(0 in x.shape for x in samples):
@@ -233,11 +245,11 @@ class Gradients:
     """Gradients of a part."""
 
     inputs: tuple[torch.Tensor | None, ...]  # None for integer inputs
-    parameters: dict[str, torch.Tensor]  # one entry for each of Stack.views
+    parameters: dict[str, torch.Tensor]  # by name, of those in Stack.views() that are trained
 
 
 def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device) -> "Stack":
-    """Grouped where the class can, otherwise one module an expert."""
+    """Make an empty stack: grouped if the class can compute so, otherwise of one module an expert."""
     if expert_class.make_stacked is not None:
         with torch.device("cpu"):
             module = expert_class.make_stacked(1, hidden_dim)
@@ -246,29 +258,30 @@ def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device)
 
 
 class _GroupedStack:
-    """Experts at places 0, 1, ...; parts of a call have ascending places, each at most once.
+    """Experts whose parameters lie side by side, [places, ...], and which compute as one grouped product.
 
-    All experts compute in one product: every parameter has an entry for each place in dimension 0.
+    The parts of a call must have ascending places, each at most once.
     """
 
     def __init__(self, module: _StackedFfn):
-        self._module = module.requires_grad_(False)  # for its compute(); its own parameters are not used
+        # for its compute() alone; its own parameters are not used
+        self._module = module.requires_grad_(False)
         self._names = [name for name, _ in module.named_parameters()]
         self._parameters = [p.detach().new_empty((0, *p.shape[1:])) for p in module.parameters()]
 
     def resize(self, num_places: int) -> None:
-        """Keeps what is there. All views are made anew: ask for them again."""
+        """Change the number of places and keep the experts there are. Earlier views() are of the old memory."""
         for n, old in enumerate(self._parameters):
             kept = min(num_places, old.shape[0])
             self._parameters[n] = old.new_zeros((num_places, *old.shape[1:]))
             self._parameters[n][:kept] = old[:kept]
 
     def views(self, place: int) -> dict[str, torch.Tensor]:
-        """The parameters of one expert, [1, *] each, views of the stack."""
+        """Return the parameters of one expert by name, [1, *] each, as views of the stack."""
         return {n: p[place : place + 1] for n, p in zip(self._names, self._parameters, strict=True)}
 
     def buffers(self, place: int) -> dict[str, torch.Tensor]:
-        """None."""
+        """Return {}: these experts have no buffers."""
         return {}
 
     def forward(self, parts: Sequence[Part]) -> list[torch.Tensor]:
@@ -278,6 +291,7 @@ class _GroupedStack:
         return list(y.split([part.inputs[0].shape[0] for part in parts]))
 
     def backward(self, parts: Sequence[Part]) -> list[Gradients]:
+        # parameters: [places, ...] each, new leaves of autograd that share the stack's memory
         rows, counts, parameters, first = self._gather(parts)
         leaves = [rows.requires_grad_(), *(p.requires_grad_() for p in parameters)]
         y = self._module.compute(leaves[1:], rows, counts)
@@ -291,7 +305,10 @@ class _GroupedStack:
         return found
 
     def _gather(self, parts: Sequence[Part]) -> tuple[torch.Tensor, torch.Tensor, list[torch.Tensor], int]:
-        """Rows, counts and parameters of the places from the first to the last that are needed."""
+        """Return rows, counts and parameters for all places from the first part's to the last part's, and the first.
+
+        A place between them without a part has a count of 0.
+        """
         first, end = parts[0].place, parts[-1].place + 1
         counts = torch.zeros(end - first, dtype=torch.int64, device="cpu")
         for part in parts:
@@ -306,7 +323,7 @@ def _cat(parts: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 class _ModuleStack:
-    """The same of any class: a module an expert, called one after the other."""
+    """Experts of any class: one module an expert, called one after the other. Its methods are _GroupedStack's."""
 
     def __init__(self, expert_class: ExpertClass, hidden_dim: int, device: torch.device):
         self._expert_class, self._hidden_dim = expert_class, hidden_dim
@@ -339,6 +356,7 @@ class _ModuleStack:
             trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
             leaves = [x for x in inputs if x.requires_grad] + list(trained.values())
             given = torch.autograd.grad(self._compute(module, inputs), leaves, part.grad, allow_unused=True)
+            # in the order of `leaves`, inputs first; zeros for what the output does not use
             queue = iter(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True))
             d_inputs = tuple(next(queue) if x.requires_grad else None for x in inputs)
             found.append(Gradients(d_inputs, dict(zip(trained, queue, strict=True))))

@@ -1,4 +1,13 @@
-"""Flags of the commands, declared once as fields of dataclasses; a YAML file may give them too."""
+"""Declare the flags of commands as fields of dataclasses, and read them from the command line or a YAML file.
+
+    @dataclass
+    class Options:
+        lr: float = flag(0.01, "learning rate", type=NOT_NEGATIVE)
+    values = Parser("fmoe-server", Options, description=...).read(arguments, "config")
+    options = build(Options, values)
+So an option of the Python class and its flag are one line, and cannot differ in name, default or help. A line of the
+YAML file stands for arguments of the command line and is checked in the same way.
+"""
 
 import argparse
 import dataclasses
@@ -18,14 +27,14 @@ DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
 
 @dataclass(frozen=True)
 class _Flag:
-    """One flag."""
+    """A flag, as metadata of its field."""
 
-    name: str  # "": its field's
+    name: str  # "": the field's
     default: Any  # of the command
-    needs: Sequence[str]  # flags; one of them must be given too
-    excludes: Sequence[str]  # flags that may not be given with it
-    group: str | None  # its title in --help
-    short: str  # another spelling
+    needs: Sequence[str]  # flags, of which one must be given too
+    excludes: Sequence[str]  # flags that must not be given with it
+    group: str | None  # title in --help
+    short: str  # another spelling, such as -c
     arguments: Mapping[str, Any]  # of argparse.add_argument
 
 
@@ -41,9 +50,10 @@ def flag(
     short: str = "",
     **arguments: Any,
 ) -> Any:
-    """A dataclass field that is a flag of a command too; further arguments are those of argparse.add_argument.
+    """Make a dataclass field that is a flag of a command too; further arguments are those of argparse.add_argument.
 
-    name: the flag's name if it is not the field's. command_default: the command's default if it is not the field's.
+    name, command_default: the flag's, if they are not the field's. needs, excludes: other flags, of which one must, or
+    none may, be given too.
     """
     shown = default if command_default is dataclasses.MISSING else command_default
     described = _Flag(name, shown, needs, excludes, group, short, {**arguments, "help": help or None})
@@ -55,7 +65,7 @@ network_flag, admission_flag = partial(flag, group=NETWORK), partial(flag, group
 
 
 def flags_of(*kinds: type) -> Iterator[tuple[str, _Flag]]:
-    """(field name, flag) of every flag that dataclasses declare; a path's type follows from its annotation."""
+    """Yield (field name, flag) for every flag of dataclasses; fields of type Path | None become paths."""
     for kind in kinds:
         for field in dataclasses.fields(kind):
             if (declared := field.metadata.get("flag")) is not None:
@@ -65,13 +75,13 @@ def flags_of(*kinds: type) -> Iterator[tuple[str, _Flag]]:
 
 
 def build(kind: Callable[..., T], values: argparse.Namespace, **others: Any) -> T:
-    """The dataclass whose flags have these values; others: the fields that are no flags."""
+    """Make a dataclass from the values of its flags; others: values of fields that are no flags."""
     given = {field: getattr(values, declared.name) for field, declared in flags_of(kind)}  # type: ignore[arg-type]
     return kind(**given, **others)
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser of dataclasses' flags. foreign: flags of other programs, and what to write instead."""
+    """An ArgumentParser of the flags of dataclasses. foreign: other programs' flags, and what to write instead."""
 
     def __init__(
         self,
@@ -83,7 +93,7 @@ class Parser(argparse.ArgumentParser):
     ):
         super().__init__(prog, usage, description, allow_abbrev=False)
         self._foreign, self._flags = foreign or {}, [declared for _, declared in flags_of(*kinds)]
-        self._place = ""  # file and line of the flag that is read
+        self._place = ""  # "file:line" of the flag that is being read; "" on the command line
         groups: dict[str, argparse._ArgumentGroup] = {}
         for one in self._flags:
             if one.group is not None and one.group not in groups:
@@ -93,22 +103,24 @@ class Parser(argparse.ArgumentParser):
             target.add_argument(*spellings, default=one.default, **one.arguments)
 
     def error(self, message: str) -> NoReturn:
-        """Ends the program with status 2; names the line of the file if the flag comes from one."""
+        """End the program with status 2; name the line of the file if the flag comes from one."""
         super().error(f"{self._place}: {message}" if self._place else message)
 
     def read(self, arguments: Sequence[str] | None, config: str = "") -> argparse.Namespace:
-        """The values of all flags; config: the flag that names a YAML file, whose values stand behind arguments."""
+        """Return the values of all flags; config: the flag that names a YAML file, over which arguments win."""
+        # 1. the file's lines as arguments before the given ones: argparse takes the last value of a flag
         values = self._parse(arguments)
         if config and getattr(values, config) is not None:
             own = list(sys.argv[1:] if arguments is None else arguments)
             arguments = [*self._configured(getattr(values, config)), *own]
             values = self._parse(arguments)
-        # what is given, be it with its default: parsed again over defaults that no flag can have
+        # 2. which flags were given, be it with their defaults: parsed again over a default that no flag can have
         unset = object()
         blank = argparse.Namespace(**{one.name: unset for one in self._flags})
         parsed = vars(self._parse(arguments, blank))
         given = {name for name, value in parsed.items() if value is not unset and value is not None}
-        for one in self._flags:  # a flag that would be ignored is refused by name
+        # 3. refuse flags that would be ignored
+        for one in self._flags:
             if one.name in given and (both := [other for other in one.excludes if other in given]):
                 self.error(f"--{one.name} excludes --{', --'.join(both)}: leave one or the other out")
         for one in self._flags:
@@ -129,9 +141,10 @@ class Parser(argparse.ArgumentParser):
         return found
 
     def _configured(self, path: Path) -> list[str]:
-        """The arguments that a YAML file stands for, each checked as on the command line."""
-        import yaml  # needed for files of flags only
+        """Return the arguments that a YAML file stands for, each checked as on the command line."""
+        import yaml  # only files of flags need it
 
+        # compose() gives nodes with line numbers, for errors; BaseLoader leaves all values as text, as argparse wants
         try:
             root = yaml.compose(path.read_text(), Loader=yaml.BaseLoader)
         except FileNotFoundError:
@@ -154,26 +167,26 @@ class Parser(argparse.ArgumentParser):
                 raise SystemExit(f"{self._place}: {key.value} must be a value or a list of values")
             texts = [part.value for part in parts]
             some = self._as_arguments(key.value, texts if parts is value.value else texts[0])
-            self._parse(some)
+            self._parse(some)  # so that an error names this line
             arguments += some
         self._place = ""
         return arguments
 
     def _as_arguments(self, key: str, value: str | list[str]) -> list[str]:
-        """The arguments of one line of a file."""
+        """Return the arguments of one line of a file: --flag, --flag=value, --flag value value, or none if unset."""
         actions = {action.dest: action for action in self._actions}
         if key in self._foreign:
             self.error(f"{key} means nothing here: {self._foreign[key]}")
         if key not in actions or key in ("help", "config"):
             self.error(f"unknown flag {key}")
-        if actions[key].nargs == 0:
+        if actions[key].nargs == 0:  # a switch (store_true)
             if not isinstance(value, str) or value.lower() not in TRUE | FALSE:
                 self.error(f"{key} must be true or false, but is {value}")
             return [f"--{key}"] if value.lower() in TRUE else []
         if isinstance(value, str) and value.lower() in UNSET:
             return []
         if isinstance(value, str) and actions[key].nargs is None:
-            return [f"--{key}={value}"]
+            return [f"--{key}={value}"]  # in one piece, because a value may begin with "-"
         if isinstance(value, list) and actions[key].nargs is None:
             self.error(f"{key} takes one value, but the file has a list of {len(value)}")
         return [f"--{key}", *([value] if isinstance(value, str) else value)]
@@ -183,7 +196,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def _number(kind: type[int] | type[float], least: float, may_be_least: bool) -> Callable[[Any], float]:
-    """A type of argparse: numbers from least on, or above it."""
+    """Make a type of argparse: numbers of at least `least`, or above it."""
 
     def read(text: Any) -> float:
         value = kind(text)

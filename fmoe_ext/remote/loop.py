@@ -1,4 +1,8 @@
-"""One asyncio loop a process, on its own thread: every channel, server and timer of fmoe_ext.remote lives there."""
+"""Run one asyncio loop a process, on its own thread: all channels, servers and timers of fmoe_ext.remote live there.
+
+Threads that train or serve call run(coroutine) and wait for the result. So a blocking API needs no loop of its callers,
+and connections are shared by all of them.
+"""
 
 import asyncio
 import concurrent.futures
@@ -12,13 +16,14 @@ from typing import Any, TypeVar
 from fmoe_ext.remote.errors import CallTimeout
 
 T = TypeVar("T")
-_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}  # by process
+# by process id: a forked child finds its parent's, and no own one
+_LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
 def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
-    """Starts a coroutine on the loop of this process, from any other thread.
+    """Start a coroutine on the loop of this process, from any other thread.
 
-    RuntimeError in a child that was forked once there was a loop, where grpc hangs.
+    RuntimeError in a child that was forked after its parent had started the loop: grpc hangs there.
     """
     loop = _LOOPS.get(os.getpid())
     if loop is None and _LOOPS:
@@ -30,7 +35,8 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         )
     if loop is None:
         mine = asyncio.new_event_loop()
-        loop = _LOOPS.setdefault(os.getpid(), mine)  # one of the threads that come first has made it
+        # of threads that come at once, one sets its own and starts it
+        loop = _LOOPS.setdefault(os.getpid(), mine)
         if loop is mine:
             threading.Thread(target=loop.run_forever, name="fmoe-remote", daemon=True).start()
         else:
@@ -39,12 +45,13 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
 
 
 def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
-    """Runs a coroutine on the shared loop and waits, from any other thread; CallTimeout after timeout seconds."""
+    """Run a coroutine on the shared loop and wait, from any other thread; CallTimeout after timeout seconds."""
     future = submit(coroutine)
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:
-        if future.done():  # the coroutine's own error: from Python 3.11 on CallTimeout is of the same kind
+        # the coroutine itself raised it: from Python 3.11 on, every TimeoutError is of this class
+        if future.done():
             return future.result()
         future.cancel()
         raise CallTimeout(f"no answer within {timeout} s") from None
@@ -54,11 +61,9 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
 
 def end_signals() -> Callable[[float], bool]:
-    """Takes SIGTERM and SIGINT from now on -> wait(seconds), True once one came; 0.0 waits without end.
-
-    A handler may run while its thread holds the lock of what it waits for: threading.Event then waits for itself, for
-    ever. A SimpleQueue may be filled in a handler.
-    """
+    """Catch SIGTERM and SIGINT from now on -> wait(seconds): True once one came; wait(0.0) waits without end."""
+    # Not a threading.Event: a handler may run while its own thread holds the event's lock, and then waits for itself,
+    # for ever. A SimpleQueue may be filled in a handler.
     came: queue.SimpleQueue[int] = queue.SimpleQueue()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, _: came.put(number))

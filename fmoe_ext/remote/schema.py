@@ -1,4 +1,8 @@
-"""Inputs and outputs of an expert: checked by the client before it sends and by the server before it computes."""
+"""Schema: what an expert takes and returns, checked by the client before it sends and by the server before it computes.
+
+It is dtype and shape of one *row* of each input and of the output, without the batch dimension; a size of 0 stands for
+any size. So ("F32", (0, 512)) is a float32 tensor [N, any, 512]. A client fetches it by Info, as JSON.
+"""
 
 import json
 import math
@@ -11,11 +15,11 @@ import torch
 from fmoe_ext.remote.wire import DTYPES, NAMES
 
 Row: TypeAlias = "tuple[str, tuple[int, ...]]"
-MAX_SIZE = 1 << 40
+MAX_SIZE = 1 << 40  # of a dimension in a schema that a server sends
 
 
 class SchemaError(ValueError):
-    """Tensors are not what an expert takes; the text names expected and given."""
+    """Tensors are not what an expert takes; the text says what is expected and what was given."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,7 @@ class Schema:
     inputs: tuple[Row, ...]
     output: Row
     keywords: tuple[str, ...] = ()  # names of the last inputs, which are given by keyword
-    # shapes of several outputs, which travel as one, flat and side by side
+    # shapes of several outputs, which are sent as one: flattened and side by side, [N, sum of their sizes]
     parts: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -44,7 +48,7 @@ class Schema:
 
     @classmethod
     def from_text(cls, text: str) -> "Schema":
-        """The schema in a server's answer; SchemaError if it is none."""
+        """Return the schema in a server's answer; SchemaError if it is none."""
         try:
             inputs, output, keywords, parts = json.loads(text)
             rows = [(NAMES[DTYPES[name]], _sizes(shape)) for name, shape in [*inputs, output]]
@@ -61,7 +65,7 @@ class Schema:
     def arrange(
         self, inputs: Sequence[torch.Tensor], keywords: Mapping[str, torch.Tensor], uid: str
     ) -> tuple[torch.Tensor, ...]:
-        """All inputs in the order of the schema; SchemaError for keywords that the expert does not take."""
+        """Return all inputs in the order of the schema; SchemaError unless the keywords are the expert's."""
         missing = [name for name in self.keywords if name not in keywords]
         unknown = sorted(keywords.keys() - set(self.keywords))
         if missing or unknown:
@@ -73,14 +77,14 @@ class Schema:
         return (*inputs, *(keywords[name] for name in self.keywords))
 
     def split(self, y: torch.Tensor) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """The output of an expert, or its outputs if it has several."""
+        """Return the output of an expert, or a tuple of its outputs if it has several."""
         if not self.parts:
             return y
         flat = y.split([math.prod(part) for part in self.parts], dim=1)
         return tuple(x.reshape(-1, *part) for x, part in zip(flat, self.parts, strict=True))
 
     def check_inputs(self, tensors: Sequence[torch.Tensor], uid: str, max_rows: int | None = None) -> int:
-        """The number of rows of a call; SchemaError if the tensors are not what the expert takes."""
+        """Return the number of rows of a call; SchemaError if the tensors are not what the expert takes."""
         if len(tensors) != len(self.inputs):
             raise SchemaError(f"{uid} takes {len(self.inputs)} tensors, but got {len(tensors)}")
         rows = {x.shape[0] if x.dim() else 0 for x in tensors}
@@ -97,7 +101,7 @@ class Schema:
         return rows.pop()
 
     def check_bytes(self, rows: int, most: int, uid: str) -> None:
-        """SchemaError if an output of `rows` rows holds more than `most` bytes; any size counts as 1."""
+        """Raise SchemaError if an output of `rows` rows holds more than `most` bytes; sizes of 0 count as 1."""
         dtype, shape = self.output
         num_bytes = rows * math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize
         if num_bytes > most:
@@ -107,7 +111,7 @@ class Schema:
             )
 
     def check_grad(self, grad: torch.Tensor, inputs: Sequence[torch.Tensor], uid: str) -> None:
-        """SchemaError if grad is no gradient of the output for inputs."""
+        """Raise SchemaError if grad is no gradient of the output for these inputs."""
         _check_rows(grad, self.output, f"gradient for {uid}")
         if grad.shape[0] != inputs[0].shape[0]:
             raise SchemaError(
@@ -115,7 +119,7 @@ class Schema:
             )
 
     def check_output(self, y: torch.Tensor, num_rows: int, uid: str) -> None:
-        """SchemaError if y is no output for num_rows rows."""
+        """Raise SchemaError if y is no output for num_rows rows."""
         _check_rows(y, self.output, f"output of {uid}")
         if y.shape[0] != num_rows:
             raise SchemaError(f"the output of {uid} has {y.shape[0]} rows for {num_rows}")
@@ -138,14 +142,15 @@ def _check_rows(x: torch.Tensor, row: tuple[str, tuple[int, ...]], what: str) ->
 
 
 def check_finite(tensors: Mapping[str, torch.Tensor], uid: str) -> None:
-    """SchemaError if a floating tensor holds NaN or infinity."""
+    """Raise SchemaError if a floating tensor holds NaN or infinity."""
     for name, x in tensors.items():
         if not is_finite(x):
             raise SchemaError(f"{name} for {uid} holds NaN or infinity")
 
 
 def is_finite(x: torch.Tensor) -> bool:
-    """True if no element is NaN or infinite. One pass where the sum shows it, two where the sum overflows."""
+    """True if no element is NaN or infinite."""
+    # a finite sum proves it in one pass without a copy; a sum may overflow, so an infinite one needs a second look
     if not x.is_floating_point():
         return True
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))

@@ -1,12 +1,19 @@
-"""Admission of calls: TLS, tokens, allow-lists, rates."""
+"""Decide who may call: TLS, tokens, allow-lists and rates. Lock files and keep secrets in files private.
+
+A client shows Credentials; a server demands Security, and its Guard checks each call in this order: the token or the
+certificate, which give the caller's name (its address without both); whether that name may send gradients; and its
+rates of calls and bytes.
+"""
 
 import errno
 import fcntl
 import hashlib
+import ipaddress
 import os
 import ssl
 import stat
 import time
+import urllib.parse
 from collections import OrderedDict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +25,7 @@ import grpc
 from fmoe_ext.remote.flags import POSITIVE, admission_flag
 
 MAX_PEERS = 10_000  # whose rates are remembered
-BURST_SECONDS = 2.0  # a peer that was silent may send at once what it may send in this time
+BURST_SECONDS = 2.0  # a peer that was silent may send as much at once as its rate allows in this time
 
 
 class Denied(Exception):
@@ -31,7 +38,7 @@ class Denied(Exception):
 
 @dataclass(frozen=True)
 class Credentials:
-    """The proofs that a client shows and trusts."""
+    """The proofs that a client shows to servers, and the authority by which it knows them."""
 
     ca: Path | None = None  # PEM file that signed the servers' certificates
     certificate: Path | None = None  # with key, for mutual TLS
@@ -45,9 +52,10 @@ class Credentials:
             )
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
-        """None for plain TCP; ValueError for files that hold no certificates."""
+        """Return grpc's credentials, None for plain TCP; ValueError for files that hold no certificates."""
         if self.ca is None:
             return None
+        # grpc would say only that it cannot connect
         try:
             ssl.create_default_context(cafile=self.ca)
         except ssl.SSLError as error:
@@ -58,13 +66,13 @@ class Credentials:
         return grpc.ssl_channel_credentials(Path(self.ca).read_bytes(), key, chain)
 
     def metadata(self) -> tuple[tuple[str, str], ...]:
-        """The metadata of each call: the token, if there is one."""
+        """Return the metadata of each call: the token, if there is one."""
         return () if self.token is None else (("authorization", f"Bearer {self.token}"),)
 
 
 @dataclass(frozen=True)
 class Security:
-    """The demands of a server."""
+    """The demands of a server on its callers."""
 
     certificate: Path | None = admission_flag(None, "PEM file", name="tls_certificate")
     key: Path | None = admission_flag(None, "PEM file", name="tls_key", needs=("tls_certificate",))
@@ -72,7 +80,7 @@ class Security:
         None, "demand client certificates that it signed", name="tls_client_ca", needs=("tls_certificate",)
     )
     tokens: Mapping[str, str] = field(default_factory=dict)  # {token: name}; calls without one are refused
-    # of tokens, of certificates, or IP addresses
+    # names of tokens, common names of certificates, or IP addresses
     backward: Collection[str] | None = admission_flag(
         None, "names that may send gradients; all, if not given", name="allow_backward", nargs="+"
     )
@@ -87,7 +95,7 @@ class Security:
                 raise ValueError(f"{name} must be positive, but is {getattr(self, name)}")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """None for plain TCP; ValueError for half of a pair, or two that do not belong together."""
+        """Return grpc's credentials, None for plain TCP; ValueError if certificate and key are not a pair."""
         if (self.certificate is None) != (self.key is None):
             raise ValueError("TLS needs both a certificate and its key")
         if self.certificate is None or self.key is None:
@@ -101,7 +109,7 @@ class Security:
 
 
 def check_private(path: Path) -> None:
-    """ValueError for a file with a secret that other users can read; a file of root may be readable by its group."""
+    """Raise ValueError if other users can open a file with a secret. A file of root's may be readable by its group."""
     status = os.stat(path)
     allowed = stat.S_IRWXU | (stat.S_IRGRP if status.st_uid == 0 and os.getuid() != 0 else 0)
     if stat.S_IMODE(status.st_mode) & ~allowed & (stat.S_IRWXG | stat.S_IRWXO):
@@ -116,13 +124,13 @@ class InUse(OSError):
 
 
 def lock_file(path: Path, in_use: str) -> int:
-    """Locks a file, which is made if it is missing, until the returned descriptor is closed.
+    """Lock a file, which is made if it is missing -> its descriptor; closing that unlocks the file.
 
-    InUse(in_use) if another process has it; OSError if its file system knows no locks.
+    InUse(in_use) if another process has locked it; OSError if its file system has no locks.
     """
     try:
         file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
+    except OSError:  # a file that may only be read can be locked too
         if not os.access(path, os.R_OK):
             raise
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -137,7 +145,7 @@ def lock_file(path: Path, in_use: str) -> int:
 
 
 def _check_pair(certificate: Path, key: Path) -> None:
-    """ValueError, which names the files; grpc would say only that it cannot listen or connect."""
+    """Raise ValueError, which names the files, if they are no pair: grpc says only that it cannot listen or connect."""
     check_private(key)
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certificate, key)
@@ -148,7 +156,7 @@ def _check_pair(certificate: Path, key: Path) -> None:
 
 
 class Guard:
-    """Admits calls, or raises Denied."""
+    """Admits calls by the demands of a server, or raises Denied."""
 
     def __init__(self, security: Security):
         self.security = security
@@ -157,10 +165,11 @@ class Guard:
         self._bytes = Rates(security.bytes_per_second)
 
     def admit(self, context: Any, num_bytes: int, gradient: bool = False) -> str:
-        """The caller's name; Denied if the call may not go on."""
+        """Return the caller's name; Denied if it may not make this call."""
+        # 1. the name: of the token, or of the certificate, or the address
         if self._names:
             given = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
-            # by their digests: how long a comparison of tokens takes would tell how much of one is right
+            # looked up by digests: how long a comparison of tokens takes would show how much of one is right
             name = self._names.get(_digest(given.removeprefix("Bearer ")))
             if name is None:
                 text = f"this server asks for {'another' if given else 'a'} token"
@@ -168,6 +177,7 @@ class Guard:
         else:
             names = context.auth_context().get("x509_common_name") if self.security.client_ca else None
             name = names[0].decode(errors="replace") if names else host_of(context.peer())
+        # 2. its rights, and its rates
         allowed = self.security.backward
         if gradient and allowed is not None and name not in allowed:
             raise Denied(grpc.StatusCode.PERMISSION_DENIED, f"{name} may not send gradients to this server")
@@ -175,7 +185,7 @@ class Guard:
         return name
 
     def charge(self, peer: str, num_bytes: int, num_calls: int = 0) -> None:
-        """Counts what a peer sends, bytes beyond those that it announced too; Denied if it is more than it may."""
+        """Count what a peer sends; Denied if it is more than its rates allow. num_bytes <= 0: it had announced them."""
         if num_bytes <= 0 and not num_calls:
             return
         may_call = not num_calls or self._calls.take(peer, num_calls)
@@ -184,22 +194,26 @@ class Guard:
 
 
 class Rates:
-    """A token bucket for each peer; those that were silent for longest are forgotten."""
+    """A token bucket for each peer: it fills at per_second, holds BURST_SECONDS of that, and is taken from.
+
+    Of more than MAX_PEERS peers those that were silent for longest are forgotten.
+    """
 
     def __init__(self, per_second: float):
         self.per_second = per_second
+        # by peer: what is left, and since when
         self._left: OrderedDict[str, tuple[float, float]] = OrderedDict()
 
     def take(self, peer: str, amount: float, now: float | None = None) -> bool:
-        """True if peer may use that amount now. More than a whole bucket is let through when the bucket is full."""
+        """Take an amount from a peer's bucket -> True; False if there is too little. A full one gives any amount."""
         if self.per_second == float("inf"):
             return True
         now = time.monotonic() if now is None else now
-        # the bucket of a peer that was silent is full; forgetting it is the same as filling it
+        # an unknown peer has a full bucket, so that forgetting one which was silent for long changes nothing
         full = self.per_second * BURST_SECONDS
         left, since = self._left.pop(peer, (full, now))
         left = min(full, left + (now - since) * self.per_second)
-        granted = left >= min(amount, full)  # a larger amount is let through too, and leaves a debt
+        granted = left >= min(amount, full)  # an amount above `full` leaves a debt, which fills first
         self._left[peer] = (left - amount if granted else left, now)
         while len(self._left) > MAX_PEERS:
             self._left.popitem(last=False)
@@ -207,9 +221,19 @@ class Rates:
 
 
 def host_of(peer: str) -> str:
-    """The address in what grpc calls a peer: "10.0.0.1" of "ipv4:10.0.0.1:4242"."""
-    kind, _, address = peer.partition(":")
-    return address.rpartition(":")[0] if kind in ("ipv4", "ipv6") else peer
+    """Return the address in grpc's name of a peer: "10.0.0.1" for "ipv4:10.0.0.1:42", "::1" for "ipv6:%5B::1%5D:42".
+
+    An IPv4 address in IPv6's form, by which a server that listens on [::] sees it, becomes an IPv4 address.
+    """
+    kind, _, address = urllib.parse.unquote(peer).partition(":")
+    if kind not in ("ipv4", "ipv6"):
+        return peer
+    host = address.rpartition(":")[0].strip("[]")
+    try:
+        mapped = getattr(ipaddress.ip_address(host), "ipv4_mapped", None)
+    except ValueError:
+        return host
+    return host if mapped is None else str(mapped)
 
 
 def _digest(token: str) -> bytes:

@@ -1,4 +1,7 @@
-"""fmoe serve status: who leads each replicated expert, its members, terms, versions and checkpoints."""
+"""fmoe serve status: show who leads each replicated expert, its members, terms, versions and checkpoints."""
+
+# etcd says who leads and who is a member; each server is asked by Info for its role, version and checkpoint. Servers
+# that are no members are asked too: one that takes a copy has the expert already.
 
 import argparse
 import asyncio
@@ -20,12 +23,12 @@ from fmoe_ext.remote.security import Credentials
 from fmoe_ext.remote.server.options import read_tokens
 from fmoe_ext.remote.wire import Message, encode
 
-MAX_CALLS = 64  # at the same time
+MAX_CALLS = 64  # under way at a time
 
 
 @dataclass(frozen=True)
 class ReplicaStatus:
-    """An expert at one server, as etcd and the server say. None: the server does not say, or did not answer."""
+    """An expert at one server, as etcd and the server say. None: the server does not say it, or did not answer."""
 
     server: str
     endpoint: str
@@ -42,12 +45,12 @@ class ReplicaStatus:
 
 @dataclass(frozen=True)
 class ExpertStatus:
-    """One expert. term and version: of the record in etcd, whose version is noted every few seconds."""
+    """One expert, as etcd's record and its servers say."""
 
     uid: str
-    leader: str | None  # its endpoint
-    term: int
-    version: int
+    leader: str | None  # endpoint
+    term: int  # of the record
+    version: int  # of the record, which the leader notes every few seconds
     replicas: tuple[ReplicaStatus, ...]
 
     @property
@@ -59,9 +62,10 @@ class ExpertStatus:
 async def read_status(
     endpoints: str, credentials: Credentials | None = None, timeout: float = 5.0
 ) -> list[ExpertStatus]:
-    """The experts that etcd at host:port knows, in the order of their uids; every server is asked about each.
+    """Return the experts that etcd at host:port has, sorted by uid; every server is asked about each.
 
-    Raises DiscoveryError if etcd does not answer within timeout seconds. A server that does not is in the result.
+    Raises DiscoveryError if etcd does not answer within timeout seconds. A member that does not has its error in the
+    result.
     """
     etcd, caller, turns = EtcdClient(endpoints), Caller(credentials), asyncio.Semaphore(MAX_CALLS)
 
@@ -69,9 +73,9 @@ async def read_status(
         replica = ReplicaStatus(server, endpoint, is_member)
         data = encode(Message({}, {protocol.UID: uid}))
         try:
-            async with turns:
+            async with turns:  # every server is asked about every expert: not all at once
                 meta = (await caller.call(endpoint, protocol.INFO, data, timeout)).meta
-        except errors.RemoteError as error:
+        except errors.RemoteError as error:  # a member must answer; another server simply does not host it
             return dataclasses.replace(replica, error=str(error)) if is_member else None
         names = (protocol.TERM, protocol.VERSION, protocol.COMMITTED, protocol.SAVED, protocol.WAITING)
         numbers: dict[str, Any] = {name: int(meta[name]) for name in names if meta.get(name, "").isdigit()}
@@ -79,6 +83,7 @@ async def read_status(
         return dataclasses.replace(replica, role=meta.get(protocol.ROLE), unsaved=unsaved, **numbers)
 
     async def look_at(uid: str, found: dict[str, Entry]) -> ExpertStatus:
+        # the members, dead ones too, and all servers that live
         record = keys.load(keys.Members, found[keys.members_key(uid)].value) or keys.Members()
         entry = found.get(keys.leader_key(uid))
         leader = None if entry is None else keys.load(keys.Leader, entry.value)
@@ -105,7 +110,7 @@ async def read_status(
 
 
 def to_text(experts: Sequence[ExpertStatus]) -> str:
-    """A table: a line an expert, then a line for each server that has it."""
+    """Format a table: a line for each expert, then a line for each server that has it."""
     header = ("expert, server", "role", "term", "version", "committed", "saved", "waiting")
     lines: list[tuple[str, ...]] = [header]
     for expert in experts:
@@ -127,7 +132,10 @@ def to_text(experts: Sequence[ExpertStatus]) -> str:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Prints the status; 1 if an expert is not led or not saved or a member does not answer, 2 if etcd does not."""
+    """Print the status. Returns 1 if an expert is not led or not saved, or if a member does not answer; otherwise 0.
+
+    SystemExit, with which the command ends with 2, if etcd does not answer.
+    """
     parser = argparse.ArgumentParser(prog="fmoe serve status", description=__doc__)
     parser.add_argument(
         "--registry", required=True, type=etcd_address, help="etcd://host:port[,host:port...]"
@@ -145,8 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     if (flags.tokens is None) != (flags.own_token is None):
         parser.error("give --tokens and --own_token together")
+    # the token with which to call the servers, as they call each other
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
-    names = {name: token for token, name in tokens.items()}
+    names = {name: token for token, name in tokens.items()}  # the file has {token: name}
     if flags.own_token is not None and flags.own_token not in names:
         parser.error(f"--own_token {flags.own_token} is no name in {flags.tokens}")
     try:

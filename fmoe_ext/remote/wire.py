@@ -1,7 +1,12 @@
-"""Messages as bytes: tensors and short strings in the layout of a safetensors file, read with every number distrusted.
+"""Encode and decode messages: tensors and short strings, in the layout of a safetensors file.
 
-8 bytes: length N of the header, little endian. N bytes: JSON {"name": {"dtype", "shape", "data_offsets"}, ...,
-"__metadata__": {str: str}}. Then the tensors, one behind the other. Nothing in a message is ever executed.
+    8 bytes   length N of the header, little endian
+    N bytes   JSON {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {str: str}}, padded
+              with spaces so that the tensors begin at a multiple of 64 bytes
+    the rest  the tensors' elements, one tensor behind the other without gaps, in the order of the header
+A reader distrusts every number: decode() checks each against Limits and against the bytes that came before it makes a
+tensor. Nothing in a message is ever executed. compress() sends floating tensors in fewer bits; ErrorFeedback adds the
+rounding errors of earlier gradients to later ones.
 """
 
 import ctypes
@@ -19,7 +24,7 @@ from fmoe_ext.remote.protocol import PART_BYTES
 
 _LENGTH = struct.Struct("<Q")
 _METADATA = "__metadata__"
-_ALIGNMENT = 64
+_ALIGNMENT = 64  # bytes
 DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
@@ -37,12 +42,12 @@ NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 class WireError(ValueError):
-    """A message is not what it must be; the text says what is wrong with it."""
+    """A message cannot be decoded; the text says what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Bounds of what a reader accepts, whatever a header says."""
+    """The most that a reader accepts, whatever a header says."""
 
     max_message_bytes: int = 256 << 20
     max_header_bytes: int = 32 << 10
@@ -52,16 +57,17 @@ class Limits:
     max_text: int = 4096  # characters of a name or a value
 
 
-CALL = Limits()
+CALL = Limits()  # of a client's call and its answer
 MAX_MESSAGE_BYTES = 2**31 - 1  # grpc's largest
-STATE = Limits(MAX_MESSAGE_BYTES, max_header_bytes=1 << 20, max_tensors=4096)
-WHOLE = replace(STATE, max_message_bytes=1 << 40)  # a state in parts, or in a file
-HEADER_BYTES = 1 << 20  # kept free for the header of a message
-MAX_ELEMENTS = 1 << 62  # that a shape may name, sizes of 0 left out
+STATE = Limits(MAX_MESSAGE_BYTES, max_header_bytes=1 << 20, max_tensors=4096)  # of messages between servers
+WHOLE = replace(STATE, max_message_bytes=1 << 40)  # of a state that comes in parts, or from a file
+HEADER_BYTES = 1 << 20  # of a message's largest size, kept free for its header
+MAX_ELEMENTS = 1 << 62  # of a shape, its sizes of 0 taken as 1
 
 
 def body_bytes(max_message_bytes: int) -> int:
-    """Bound the bytes of tensors that always fit in a message of max_message_bytes."""
+    """Return how many bytes of tensors always fit in a message of max_message_bytes."""
+    # where messages are bounded below 2 MiB, half is kept for the header
     return max_message_bytes - min(HEADER_BYTES, max_message_bytes // 2)
 
 
@@ -71,15 +77,16 @@ class Message:
     meta: Mapping[str, str] = field(default_factory=dict)
 
     def text(self, key: str) -> str:
-        """An entry of the metadata; WireError if it is missing or empty."""
+        """Return an entry of the metadata; WireError if it is missing or empty."""
         value = self.meta.get(key)
         if not value:
             raise WireError(f"the message does not say {key}")
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """An entry of the metadata; if it is no number below 10^18, which int64 holds, default, else WireError."""
+        """Return an entry of the metadata as a number; if it is none, default, or WireError without a default."""
         text = self.meta.get(key, "")
+        # 18 digits: below 10^18, which int64 holds
         if not (text.isascii() and text.isdecimal() and len(text) <= 18):
             if default is not None:
                 return default
@@ -88,12 +95,12 @@ class Message:
 
 
 def encode(message: Message) -> bytes:
-    """The bytes of a message; the tensors may lie on any device and in any order of strides."""
+    """Return the bytes of a message; its tensors may be on any device and have any strides."""
     return b"".join(pieces(message))
 
 
 def encode_parts(message: Message, part_bytes: int = PART_BYTES) -> Iterator[bytes]:
-    """The bytes of a message in parts of at most part_bytes, without a copy of the whole."""
+    """Yield the bytes of a message in parts of at most part_bytes, without a copy of the whole."""
     for piece in pieces(message):
         view = memoryview(piece).cast("B")
         for begin in range(0, len(view), part_bytes):
@@ -101,7 +108,7 @@ def encode_parts(message: Message, part_bytes: int = PART_BYTES) -> Iterator[byt
 
 
 def pieces(message: Message) -> list[Any]:
-    """The header and the buffer of each tensor."""
+    """Return the header with its length, then the buffer of each tensor."""
     header: dict[str, Any] = {_METADATA: dict(message.meta)}
     parts, end = [], 0
     for name, tensor in message.tensors.items():
@@ -117,7 +124,7 @@ def pieces(message: Message) -> list[Any]:
 
 
 def bytes_of(tensor: torch.Tensor) -> Any:
-    """The elements of a tensor as a buffer that keeps them alive."""
+    """Return the elements of a tensor as a buffer, which keeps them alive; no copy on the CPU if contiguous."""
     tensor = tensor.detach().to("cpu").contiguous()
     if tensor.numel() == 0:
         return b""
@@ -127,10 +134,11 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 
 
 def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
-    """The message in data; WireError if anything in it is out of order or beyond the limits.
+    """Return the message in data; WireError if anything in it is malformed or beyond the limits.
 
-    The tensors share the memory of a bytearray; bytes are copied, for they cannot be written to.
+    The tensors share the memory of a bytearray; bytes are copied, because torch may write into its tensors.
     """
+    # 1. the header's length, and its JSON
     if not _LENGTH.size <= len(data) <= limits.max_message_bytes:
         most = limits.max_message_bytes
         raise WireError(f"a message has {_LENGTH.size} to {most} bytes, but this one has {len(data)}")
@@ -147,6 +155,7 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
         raise WireError(f"the header is no JSON: {str(error)[:200]}") from None
     if not isinstance(header, dict):
         raise WireError(f"the header must be a JSON object, but is a {type(header).__name__}")
+    # 2. names and metadata
     if not all(_is_text(name, limits) for name in header):
         raise WireError(f"a name in the header must be text of at most {limits.max_text} characters")
     meta = header.pop(_METADATA, {})
@@ -158,7 +167,7 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
             raise WireError(f"{what} must be text of at most {limits.max_text} characters")
     if len(header) > limits.max_tensors:
         raise WireError(f"{len(header)} tensors, but at most {limits.max_tensors} are allowed")
-    # bytes are shared with others, and torch may write into its tensors
+    # 3. each tensor; `end` is where the one before ends in the rest of the message, which has `size` bytes
     if not isinstance(data, bytearray):
         data, first = bytearray(memoryview(data)[first:]), 0
     tensors, end, size = {}, 0, len(data) - first
@@ -171,11 +180,12 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
             raise WireError(f"{what}: unknown dtype {str(entry['dtype'])[:100]!r}")
         if not _are_sizes(shape) or len(shape) > limits.max_dims:
             raise WireError(f"{what}: the shape must be at most {limits.max_dims} sizes")
-        # sizes of 0 count as 1: torch multiplies the others for the strides of an empty tensor too
+        # sizes of 0 count as 1: torch multiplies the other sizes for the strides of an empty tensor too
         if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
             raise WireError(f"{what}: the shape {shape} has more elements than can be counted")
         if not _are_sizes(offsets) or len(offsets) != 2:
             raise WireError(f"{what}: data_offsets must be two places")
+        # directly behind the tensor before, exactly as long as its shape says, and within what came
         dtype, count, (begin, stop) = DTYPES[entry["dtype"]], math.prod(shape), offsets
         if begin != end or stop - begin != count * dtype.itemsize or stop > size:
             raise WireError(
@@ -185,11 +195,11 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
         body, begin, end = data, first + begin, stop
         if count == 0:  # frombuffer takes none
             tensors[name] = torch.empty(shape, dtype=dtype, device="cpu")
-        elif dtype is torch.bool:  # other bytes than 0 and 1 are no truth values
+        elif dtype is torch.bool:  # in memory a bool must be 0 or 1, but a message may hold any byte
             truth = torch.frombuffer(body, dtype=torch.uint8, count=count, offset=begin).view(shape)
             tensors[name] = truth != 0
         else:
-            if begin % dtype.itemsize:  # frombuffer takes any offset, but elements must be aligned
+            if begin % dtype.itemsize:  # frombuffer takes any offset, but kernels expect aligned elements
                 body, begin = body[begin : begin + count * dtype.itemsize], 0
             tensors[name] = torch.frombuffer(body, dtype=dtype, count=count, offset=begin).view(shape)
     if end != size:
@@ -198,7 +208,7 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
 
 
 def _is_text(value: Any, limits: Limits) -> bool:
-    """True for text that can be written again: no half of a surrogate pair, which JSON can name."""
+    """True for text within the limits that can be encoded again: JSON's \\ud800 alone, half of a pair, cannot."""
     if not isinstance(value, str) or len(value) > limits.max_text:
         return False
     try:
@@ -213,7 +223,7 @@ def _are_sizes(sizes: Any) -> bool:
 
 
 def _dtype_name(dtype: torch.dtype) -> str:
-    """ "F32" of torch.float32; WireError for a dtype that no message holds."""
+    """Return a dtype's name in headers, such as F32; WireError for a dtype that messages cannot hold."""
     if dtype not in NAMES:
         raise WireError(f"{dtype} cannot be sent: use one of {', '.join(str(d) for d in NAMES)}")
     return NAMES[dtype]
@@ -233,14 +243,15 @@ def check_codec(codec: str) -> str:
 
 
 def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str, str]) -> Message:
-    """A message with the floating tensors in fewer bits; what they were is noted in its metadata.
+    """Make a message with the floating tensors in fewer bits; metadata name + ":dtype" says what they were.
 
-    int8: q = round(x / s) with s = max|row| / 127, a row being the last dimension.
+    int8: q = round(x / s) with s = max|row| / 127, sent as tensor name + ":scale" [*, 1]. A row is the last dimension.
     """
     check_codec(codec)
     packed: dict[str, torch.Tensor] = {}
     notes = dict(meta)
     for name, tensor in tensors.items():
+        # integers are exact, and a scalar has no row
         if codec == "none" or not tensor.is_floating_point() or tensor.dim() == 0:
             packed[name] = tensor
             continue
@@ -254,14 +265,14 @@ def compress(tensors: Mapping[str, torch.Tensor], codec: str, meta: Mapping[str,
                 packed[name] = wide.to(torch.int8)
                 packed[name + _SCALE] = wide.new_zeros((*wide.shape[:-1], 1))
             else:
-                scale = wide.abs().amax(-1, keepdim=True) / 127
+                scale = wide.abs().amax(-1, keepdim=True) / 127  # [*, 1]
                 packed[name] = (wide / torch.where(scale == 0, 1, scale)).round().to(torch.int8)
                 packed[name + _SCALE] = scale
     return Message(packed, notes)
 
 
 def decompress(message: Message) -> dict[str, torch.Tensor]:
-    """The tensors of a message as they were before compress(), up to rounding. WireError for scales that do not fit."""
+    """Return the tensors of a message as before compress(), up to rounding; WireError for scales that do not fit."""
     restored = {}
     for name, tensor in message.tensors.items():
         if name.endswith(_SCALE):
@@ -285,7 +296,7 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
 
 
 def unpacked_bytes(message: Message) -> int:
-    """The bytes of the tensors that decompress() makes, beside the message's own."""
+    """Return the bytes of the tensors that decompress() makes anew, beside the message's own."""
     return sum(
         x.numel() * DTYPES.get(message.meta[name + _DTYPE], x.dtype).itemsize
         for name, x in message.tensors.items()
@@ -294,19 +305,20 @@ def unpacked_bytes(message: Message) -> int:
 
 
 class ErrorFeedback:
-    """Adds to each message of gradients what rounding took from the ones before, summed over their rows.
+    """Compress gradients, and make up in each message for what rounding took from the ones before.
 
-    Rows are other tokens in every batch, so what carries over is the sum of their errors [D]: the sum of all messages
-    (a bias's gradient) stays within the error of one message of the truth, however many are sent
-    (Seide et al. 2014; Karimireddy et al. 2019 for vectors).
+    Error feedback (Seide et al. 2014; Karimireddy et al. 2019, for vectors) carries errors over element by element.
+    Here the rows are other tokens in every batch, so only the sum of their errors, [D], is carried over, and spread
+    over the rows of the next message. The sum of all messages, which is a bias's gradient, then stays within the error
+    of one message of the exact sum, however many are sent.
     """
 
     def __init__(self, codec: str):
         self.codec = check_codec(codec)
-        self._owed: dict[str, torch.Tensor] = {}
+        self._owed: dict[str, torch.Tensor] = {}  # [D] by tensor: exact sums less what was sent
 
     def compress(self, tensors: Mapping[str, torch.Tensor], meta: Mapping[str, str]) -> Message:
-        """compress() of tensors plus what is owed; what this message rounds away is owed from now on."""
+        """Compress the tensors plus what is owed; what this message rounds away is owed from now on."""
         if self.codec == "none":
             return compress(tensors, self.codec, meta)
         asked = dict(tensors)
@@ -323,6 +335,6 @@ class ErrorFeedback:
             if asked[name].is_floating_point() and asked[name].numel() and asked[name].dim() > 1:
                 lost = (asked[name] - sent).reshape(-1, sent.shape[-1])
                 owed = lost.sum(0, dtype=torch.promote_types(lost.dtype, torch.float32))
-                if owed.isfinite().all():  # a server refuses the others, and what was owed still is
+                if owed.isfinite().all():  # a server refuses NaN and infinity, so what was owed stays owed
                     self._owed[name] = owed
         return message

@@ -1,17 +1,20 @@
 """Checkpoints of experts: what the disk gives back is what was written, or it is refused by name."""
 
 import random
+import types
 
 import pytest
 import safetensors.torch
 import torch
 
+from fmoe_ext.remote import loop
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.server import checkpoints as module
 from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged, Misnamed, decode_with_checksums
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
-from fmoe_ext.remote.server.options import Training
+from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
@@ -169,6 +172,33 @@ def test_short_read_does_not_hide_a_renamed_file(saved, short_reads):
     assert len(short_reads) == 3
 
 
+def test_file_that_is_whole_at_a_later_reading_is_loaded(saved, monkeypatch):
+    """The start of a server with replicas ended: its checkpoint was damaged, and then was not."""
+    _, state, path = saved
+    original, failed = Checkpoints.load, []
+
+    def load(self, uid):
+        if not failed:
+            failed.append(uid)
+            raise Damaged("bytes 0 to 8 differ from what was written", 3)
+        return original(self, uid)
+
+    monkeypatch.setattr(Checkpoints, "load", load)
+    options = Options(hidden_dim=D, checkpoint_dir=path.parent, training=Training("adam", lr=0.1))
+    server = Server(options, types.SimpleNamespace())
+    server.host.is_replicated = True
+    server.compute.start()
+    try:
+        loop.run(server.add_experts(["expert.0"]), 60)
+    finally:
+        server.compute.stop()
+    expert = server.host.find("expert.0")
+    assert failed == ["expert.0"] and path.exists()
+    assert (expert.version, expert.ledger.lacks) == (3, 0)
+    for name, weight in server.host.parameters("expert.0").items():
+        assert torch.equal(weight, state.tensors[f"weight/{name}"])
+
+
 def test_file_of_an_earlier_release_is_loaded_with_a_warning(saved, caplog):
     checkpoints, state, path = saved
     path.write_bytes(encode(state))
@@ -190,6 +220,24 @@ def test_file_with_another_experts_name_is_refused(saved):
     with pytest.raises(Misnamed, match=text):
         checkpoints.load("expert.7")
     with pytest.raises(Misnamed, match=text):
+        checkpoints.begin()
+
+
+def test_file_that_is_no_experts_is_left_alone(saved):
+    """A server could not start, or its reading of all files ended silently: "model" is no uid."""
+    checkpoints, _, path = saved
+    other = path.with_name("model.safetensors")
+    safetensors.torch.save_file({"w": torch.ones(2)}, other)
+    before = other.read_bytes()
+    checkpoints.begin()
+    assert checkpoints.uids() == ["expert.0"]
+    assert other.read_bytes() == before
+
+
+def test_expert_under_a_name_that_is_no_uid_ends_the_start(saved):
+    checkpoints, _, path = saved
+    path.rename(path.with_name("old.safetensors"))
+    with pytest.raises(Misnamed, match=r"old\.safetensors holds the state of expert\.0"):
         checkpoints.begin()
 
 

@@ -175,10 +175,54 @@ def test_uids_and_prefixes():
     assert prefixes_of("grid.1.7") == [("grid", 1), ("grid.1", 7)]
 
 
+def test_cached_answers_that_are_forgotten_meanwhile_are_still_given():
+    """A KeyError ended a call that asked for several experts while another one's call had failed."""
+
+    class Slow(StaticList):
+        async def get(self, uids, *, timeout=5.0):
+            if "expert.1" in uids:
+                cached.forget(["expert.0"])  # as Client does after a failure
+            return await super().get(uids)
+
+    cached = Cached(Slow({"expert.0": "a:1", "expert.1": "b:1"}))
+    run(cached.get(["expert.0"]))
+    found = run(cached.get(["expert.1", "expert.0", "expert.1"]))
+    assert [record.endpoints for record in found] == [("b:1",), ("a:1",), ("b:1",)]
+
+
 def test_etcd_that_does_not_answer_costs_no_more_than_the_timeout(ends):
     nowhere = ends(EtcdDiscovery("127.0.0.1:1"))
     with within(20), pytest.raises(DiscoveryError, match=r"127\.0\.0\.1:1"):
         loop.run(nowhere.get(["expert.0"], timeout=0.5), 60)
+
+
+def test_slow_etcd_has_one_timeout_for_all_uids(monkeypatch):
+    """Each uid that was withdrawn had the whole timeout, and so had a lease that replaces one that ended."""
+    now, ends_at = [0.0], []
+
+    class Slow:
+        async def answer(self, timeout, result):
+            ends_at.append(now[0] + timeout)
+            now[0] += 0.5
+            return result
+
+        async def keep_alive(self, lease, timeout):
+            return await self.answer(timeout, False)
+
+        async def grant(self, ttl, timeout):
+            return await self.answer(timeout, 7)
+
+        async def transact(self, compare=(), success=(), failure=(), timeout=5.0):
+            return await self.answer(timeout, etcd_client.Answer(True, 1, []))
+
+    monkeypatch.setattr(etcd_client, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    directory = EtcdDiscovery("127.0.0.1:1")
+    directory.etcd, directory._lease = Slow(), 5
+    run(directory.declare(["expert.0", "expert.1"], "a:1", 10.0, timeout=4.0))
+    assert ends_at == [4.0] * 4
+    ends_at.clear()
+    run(directory.withdraw(["expert.0", "expert.1"], "a:1", timeout=2.0))
+    assert ends_at == [4.0, 4.0]  # 2 s from the 2 s that declare() took
 
 
 def test_owner_keeps_its_experts_when_strangers_claim_them(ends, serve, tmp_path, caplog):

@@ -3,6 +3,7 @@
 import dataclasses
 import datetime
 import ipaddress
+import types
 
 import pytest
 import torch
@@ -12,7 +13,7 @@ from cryptography.hazmat.primitives.asymmetric import ec
 
 from fmoe_ext.remote import Busy, Credentials, ExpertGone, Refused, RemoteError, Security, Settings
 from fmoe_ext.remote.dht import Identity
-from fmoe_ext.remote.security import Rates, host_of
+from fmoe_ext.remote.security import Guard, Rates, host_of
 from fmoe_ext.remote.server.main import make_server
 from fmoe_ext.remote.server.options import parse, read_tokens
 from tests.remote.conftest import PATIENT
@@ -215,7 +216,23 @@ def test_half_a_pair_is_refused():
 
 @pytest.mark.parametrize(
     ("peer", "host"),
-    [("ipv4:10.0.0.1:42", "10.0.0.1"), ("ipv6:%5B::1%5D:42", "%5B::1%5D"), ("unix:/x", "unix:/x")],
+    [
+        ("ipv4:10.0.0.1:42", "10.0.0.1"),
+        ("ipv6:%5B::1%5D:42", "::1"),
+        ("ipv6:%5Bfe80::1%25eth0%5D:42", "fe80::1%eth0"),
+        ("ipv6:%5B::ffff:10.0.0.1%5D:42", "10.0.0.1"),
+        ("unix:/x", "unix:/x"),
+    ],
 )
 def test_host_of(peer, host):
     assert host_of(peer) == host
+
+
+@pytest.mark.parametrize(
+    "peer", ["ipv4:10.0.0.1:42", "ipv6:%5B::ffff:10.0.0.1%5D:42", "ipv6:%5B2001:db8::7%5D:42"]
+)
+def test_address_that_may_send_gradients_is_let_in(peer):
+    """Callers of a server on [::] had names such as %5B::ffff:10.0.0.1%5D, which no --allow_backward has."""
+    guard = Guard(Security(backward=["10.0.0.1", "2001:db8::7"]))
+    context = types.SimpleNamespace(peer=lambda: peer)
+    assert guard.admit(context, 100, gradient=True) in ("10.0.0.1", "2001:db8::7")

@@ -1,15 +1,21 @@
 """Without a registry: a copy takes over when its owner's record expires, and what is lost is counted."""
 
+import concurrent.futures
 import dataclasses
 import time
+import types
 
 import pytest
 import torch
 
-from fmoe_ext.remote import DeclaredExperts, Directory, Options, Server, StaticList, loop
+from fmoe_ext.remote import DeclaredExperts, Directory, DiscoveryError, Options, Server, StaticList, loop
 from fmoe_ext.remote.dht import open_node
+from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.server import declared, service
 from fmoe_ext.remote.server.declared import WarmCopies
+from fmoe_ext.remote.server.host import ExpertHost
+from fmoe_ext.remote.server.state import read_state
+from fmoe_ext.remote.wire import Message, WireError
 from tests import ports
 from tests.remote.conftest import LONG, PATIENT, wait_until, within
 
@@ -76,6 +82,37 @@ def test_copy_takes_over_and_the_loss_is_counted(family):
     assert heir.metrics.count("updates_lost_total") == heir.metrics.count("gradients_lost_total") == 2
     step(expert)
     assert heir.host.find(UID).version == 4
+
+
+def test_bad_copy_is_not_served_and_ends_no_other_copies():
+    """Half of a copy stayed, and was declared and served; a directory that failed as well ended all looks."""
+
+    class Failing(StaticList):
+        async def withdraw(self, uids, endpoint, *, timeout=5.0):
+            raise DiscoveryError("too late")
+
+    host = ExpertHost(find_expert_class("ffn"), D)
+    host.add([UID])
+    state = read_state(host, UID)
+    host.remove(UID)
+
+    def call(function):
+        future = concurrent.futures.Future()
+        try:
+            future.set_result(function())
+        except WireError as error:
+            future.set_exception(error)
+        return future
+
+    server = types.SimpleNamespace(
+        host=host, compute=types.SimpleNamespace(call=call), endpoint="a:1", options=Options(hidden_dim=D)
+    )
+    copies = WarmCopies(Failing(), [UID])
+    tensors = dict(state.tensors)
+    del tensors["weight/norm_bias"]
+    copies._copies[UID] = 0.0, Message(tensors, state.meta)
+    loop.run(copies._take_over(server, UID), 60)
+    assert UID not in host.experts
 
 
 def test_owner_that_is_stopped_loses_nothing(family):

@@ -1,1 +1,1 @@
-"""The client: experts on other machines as modules to train through."""
+"""Use experts on other machines as modules to train through."""

@@ -1,9 +1,11 @@
-"""Auditor: recomputes random rows of what servers answer, and names those that cheat.
+"""Auditor: recompute random rows of servers' answers, and name the servers that cheat.
 
-A server that saves work by answering with noise is not seen by training alone. An audit asks another replica for the
-weights and computes a few rows of the answer again. Both must be of one version: weights move on with every update,
-so that an audit which meets an update says nothing and is tried again. Rows are chosen after the answer, so that a
-server cannot compute only those.
+Training alone does not show a server that saves work by answering with noise. An audit asks another replica for the
+expert's weights and computes a few rows of the answer again.
+    forward    answer of version v, then the weights; they must be of version v
+    backward   the weights of version v, then the gradient, whose update must lead to version v + 1
+Weights move on with every update, so an audit that meets another update says nothing and is tried again. Rows are
+chosen after the answer, so a server cannot compute only those.
 """
 
 import random
@@ -20,13 +22,13 @@ from fmoe_ext.remote.errors import Cheated, RemoteError
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.wire import Message
 
-# Relative errors that an honest answer stays below, by compression: rows there and back are rounded.
+# Relative errors that an honest answer stays below, by compression, which rounds the rows on both ways.
 TOLERANCES = MappingProxyType({"none": 1e-3, "bf16": 0.02, "int8": 0.05})
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The result of one audit."""
+    """The result of an audit that was passed."""
 
     uid: str
     endpoint: str  # of the server that answered
@@ -35,14 +37,13 @@ class Finding:
 
 
 class Auditor:
-    """Recomputes some rows of answers with the expert's weights: check() and check_backward() calls of its own,
-    watch() a share of the client's ordinary ones.
+    """Audit answers: check() and check_backward() make calls of their own, watch() takes a share of the client's.
 
-    The weights come from another replica than the one that answered where there is one, and must be those of the
-    version that the answer names; otherwise the audit is tried again, attempts times. tolerance: of the relative
-    error, above what float32 and the compression in use explain: TOLERANCES by default. Gradients of a client that
-    compresses are not audited, because the error that it feeds back is in them. With one replica a
-    server can only be caught in answering otherwise than its own weights do.
+    The weights come from another replica than the one that answered, if there is one, and must be of the version that
+    the answer names; otherwise the audit is tried again, `attempts` times. With one replica, a server is only caught
+    if its answers differ from its own weights. rows: how many are recomputed; tolerance: the relative error that is
+    allowed, TOLERANCES[compression] by default. Gradients are not audited if the client compresses them, because the
+    error that it feeds back is in them.
     """
 
     def __init__(
@@ -56,14 +57,14 @@ class Auditor:
         default = TOLERANCES[client.settings.compression]
         self.client, self.tolerance = client, default if tolerance is None else tolerance
         self.rows, self.attempts = rows, attempts
-        self.caught: Counter[str] = Counter()  # endpoint: how often
-        self.share = 0.0
+        self.caught: Counter[str] = Counter()  # how often each endpoint has cheated
+        self.share = 0.0  # of the client's calls
         self._random = random.Random(seed)
 
     def watch(self, share: float) -> "Auditor":
-        """Audits this share of the client's ordinary calls from now on, forward and backward, within their deadlines.
+        """Audit this share of the client's own calls from now on, forward and backward, within their deadlines.
 
-        A call that is caught raises Cheated, and where failures are tolerated counts as one. client.counts has
+        A call that is caught raises Cheated, which layers that tolerate failures take for one. client.counts has
         "audits" and "audits without a result": the weights had moved on, or did not come in time.
         """
         if not 0 <= share <= 1:
@@ -73,18 +74,18 @@ class Auditor:
         return self
 
     def check(self, handle: Handle, *inputs: torch.Tensor, timeout: float = 10.0) -> Finding:
-        """The finding; Cheated if the answer is not what the weights give, RemoteError if no audit was possible."""
+        """Audit a forward -> its Finding; Cheated if the answer is wrong, RemoteError if no audit was possible."""
         for _ in range(self.attempts):
             outcome = loop.run(self.client.forward(handle, inputs, timeout), timeout + 1)
             state = loop.run(self._state(handle, outcome.endpoint, timeout), timeout + 1)
-            if state.number("version", -2) == outcome.version:
+            if state.number("version", -2) == outcome.version:  # -2: a state that names none is of no version
                 return self._compare(handle, inputs, outcome, state)
         raise RemoteError(f"{handle.uid} changed between answer and weights {self.attempts} times: no audit")
 
     def check_backward(
         self, handle: Handle, inputs: Sequence[torch.Tensor], grad: torch.Tensor, timeout: float = 10.0
     ) -> Finding:
-        """As check(), of the gradients of inputs; the expert makes a step at each attempt."""
+        """Audit the gradients of inputs as check() does a forward; the expert makes a step at each attempt."""
         if (codec := self.client.settings.compression) != "none":
             raise ValueError(
                 f"gradients are audited with compression='none' only, but the client has {codec!r}"
@@ -103,13 +104,13 @@ class Auditor:
     async def after_forward(
         self, handle: Handle, inputs: Sequence[torch.Tensor], outcome: Outcome, timeout: float
     ) -> None:
-        """Raises Cheated if this answer is audited and wrong."""
+        """Audit this answer with probability `share`; Cheated if it is wrong."""
         if self._random.random() < self.share:
             state = await self._state_in_time(handle, outcome.endpoint, timeout)
             self.judge(handle, inputs, outcome, state)
 
     async def before_backward(self, handle: Handle, timeout: float) -> Message | None:
-        """The weights that a gradient will be recomputed with, or None if this one is not audited."""
+        """Return the weights to recompute a gradient with; None if this one is not audited, or they do not come."""
         if self._random.random() >= self.share:
             return None
         state = await self._state_in_time(handle, None, timeout)
@@ -125,14 +126,14 @@ class Auditor:
         state: Message | None,
         grad: torch.Tensor | None = None,
     ) -> None:
-        """Raises Cheated if the weights in state give another output or, with grad, other gradients of inputs."""
+        """Raise Cheated if the weights in state give another output or, with grad, other gradients of inputs."""
         name = "audits without a result"
         try:
             if state is not None and state.number("version", -2) + (grad is not None) == outcome.version:
                 self._compare(handle, inputs, outcome, state, grad)
                 name = "audits"
         except _NoAudit:
-            pass  # weights that fit nothing end an ordinary call no more than weights that do not come
+            pass  # unusable weights are no fault of the server that answered: the call goes on
         except Cheated:
             name = "audits"
             raise
@@ -142,7 +143,7 @@ class Auditor:
     # ---------------------------------------------------------------- the weights
 
     async def _state(self, handle: Handle, answered: str | None, timeout: float) -> Message:
-        """All of the expert, from another replica than the one that answered where there is one."""
+        """Fetch the expert's state, from another replica than `answered` (None: the leader) if there is one."""
         endpoints = handle.record.endpoints if handle.record else ()
         leader = endpoints[0] if endpoints else None
         others = [e for e in endpoints if e != (answered or leader)]
@@ -152,7 +153,7 @@ class Auditor:
         return await self.client.state(handle, where, timeout)
 
     async def _state_in_time(self, handle: Handle, answered: str | None, timeout: float) -> Message | None:
-        """The weights; None if they did not come in time, which the server that answered is not to blame for."""
+        """Fetch the expert's state; None if it did not come in time: no fault of the server that answered."""
         try:
             return await self._state(handle, answered, timeout) if timeout > 0 else None
         except RemoteError:
@@ -169,6 +170,7 @@ class Auditor:
         grad: torch.Tensor | None = None,
     ) -> Finding:
         """Recompute some rows of an output or, with grad, of the gradients of inputs; Cheated if they differ."""
+        # 1. the truth: these rows by the weights of another server
         num_rows = inputs[0].shape[0]
         chosen = self._random.sample(range(num_rows), min(self.rows, num_rows))
         try:
@@ -184,7 +186,8 @@ class Auditor:
         except Exception as error:
             text = f"the weights that its servers sent cannot be used: {str(error)[:500]}"
             raise _NoAudit(f"no audit of {handle.uid}: {text}") from None
-        # a floor of the divisor, for rows of zeros; a NaN fails the comparison below, as it must
+        # 2. the largest difference, relative to the largest true number (at least 1e-30, for rows of zeros).
+        # A NaN fails the comparison below, as it must.
         errors = [
             ((got[chosen] - true).abs().max() / true.abs().max().clamp(min=1e-30)).item()
             if got[chosen].shape == true.shape
@@ -207,8 +210,9 @@ class _NoAudit(RemoteError):
 
 
 def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> torch.Tensor:
-    """The expert's output by the weights of a state; ValueError, before memory is taken, if they are of another one."""
+    """Compute the expert's output by the weights of a state; ValueError if they are of another kind of expert."""
     weights = {n.removeprefix("weight/"): x for n, x in state.tensors.items() if n.startswith("weight/")}
+    # The server chooses class and width: compare shapes on the meta device before the memory of a module is taken.
     expert_class = find_expert_class(handle.expert_class)
     with torch.device("meta"):
         wanted = {name: p.shape for name, p in expert_class.make(handle.hidden_dim).named_parameters()}

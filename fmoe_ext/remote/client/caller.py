@@ -1,4 +1,8 @@
-"""Caller: one message to one endpoint, with a deadline; grpc's errors become fmoe_ext.remote.errors."""
+"""Caller: send one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors.
+
+A short message goes whole. A long one goes in parts: the server sends ROOM once it has memory for all of it, then the
+parts go out, and the answer comes back in parts too. download() is for answers too long for one message.
+"""
 
 import asyncio
 import urllib.request
@@ -12,6 +16,7 @@ from fmoe_ext.remote.wire import WHOLE, Limits, Message, WireError, decode
 
 Code = grpc.StatusCode
 PART_SECONDS = 30.0  # that download() waits for each part of an answer, the first one included
+# no server answers there, or it stops, or it has no such expert
 _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
 
 
@@ -32,6 +37,7 @@ class Caller:
 
         async def read() -> Message:
             channel, metadata = self._channel(endpoint), self._metadata(data)
+            # 1. a long message in parts, unless the server does not know how
             if len(data) > protocol.PART_BYTES and endpoint not in self._takes_no_parts:
                 stream = channel.stream_stream(method + protocol.IN_PARTS)(timeout=timeout, metadata=metadata)
                 whole = bytearray()
@@ -51,12 +57,13 @@ class Caller:
                 except grpc.aio.AioRpcError as error:
                     if error.code() is not Code.UNIMPLEMENTED:
                         raise
-                    self._takes_no_parts.add(endpoint)
+                    self._takes_no_parts.add(endpoint)  # goes on below
                 except asyncio.InvalidStateError:  # write() raises it if the server has ended the call
                     text = f"{endpoint} ended the call before it had all of it"
                     raise errors.ExpertGone(text) from None
                 finally:
                     stream.cancel()
+            # 2. whole
             return decode(
                 await channel.unary_unary(method)(data, timeout=timeout, metadata=metadata), self.limits
             )
@@ -76,6 +83,7 @@ class Caller:
         async def read() -> Message:
             send = self._channel(endpoint).unary_stream(method)
             stream = send(data, timeout=timeout, metadata=self._metadata(data))
+            # the timeout of a whole state is long, so a server that hangs is noticed by the pause between two parts
             whole = bytearray()
             while True:
                 try:

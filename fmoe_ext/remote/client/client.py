@@ -1,9 +1,11 @@
-"""Client: calls to experts with retries, hedging and re-resolution, all within one deadline.
+"""Client: call experts within one deadline, with retries, hedging, and a new look-up of servers that are gone.
 
-A forward may go to any replica. One that fails, or is slower than usual, goes to the next replica too (a hedge), and
-the first answer counts that has every update which was acknowledged to this handle: a server that has left the members
-answers as before, with older weights. A backward goes to the leader alone, which orders updates. It is repeated under
-one request id, by which every leader knows it, so the expert makes one step however often it is sent.
+    forward   may go to any replica. If one fails, or is slower than usual, the next is called too (a *hedge*), and the
+              first good answer counts. Good means: it has every update that was acknowledged to this handle. A server
+              that has left the members without knowing it answers with older weights.
+    backward  goes to the leader alone, which orders updates. It is repeated under one request id, by which every later
+              leader knows it, so the expert makes one step however often the call is sent.
+_repeat() tries again after failures that may pass, _hedge() asks several replicas in one attempt.
 """
 
 import asyncio
@@ -34,15 +36,16 @@ from fmoe_ext.remote.wire import (
     encode,
 )
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between attempts
-GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone
+FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between two attempts; each pause is twice the one before
+GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone (Handle.is_gone)
 REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
     {
         errors.ExpertGone: "; start a server that hosts it, or wait longer for one: Settings(patience=...)",
         errors.CallTimeout: "; Settings(forward_timeout=..., backward_timeout=...) give it longer",
     }
 )
-PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError  # tried again
+# Failures that may pass: the call is tried again. Others (Refused, Cheated) would fail again.
+PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError
 UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
 HEDGE_FACTOR = 3.0  # a call is slow when it takes this many times its expert's usual time
 HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy machine adds
@@ -52,12 +55,13 @@ HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy mac
 class Settings:
     """Options of a client. Times are seconds."""
 
-    compression: str = "none"  # of tensors on their way: one of wire.CODECS
+    compression: str = "none"  # of tensors in messages: one of wire.CODECS
     forward_timeout: float = 10.0
     backward_timeout: float = 10.0
-    info_timeout: float = 10.0  # for an expert's inputs and outputs, asked for once
-    patience: float = 2.0  # for which an expert without a server is looked for again
-    hedge_after: float | None = None  # until a forward goes to a second replica too; None: 3 times the usual
+    info_timeout: float = 10.0  # for an expert's schema, asked for once
+    patience: float = 2.0  # for which a server is looked for if the expert has none
+    # until a forward goes to a second replica too; None: HEDGE_FACTOR times the usual
+    hedge_after: float | None = None
     attempt_share: float = 0.4  # of a backward's time that one silent server may use up
     max_state_bytes: int = 16 << 30  # of an expert's whole state, which a server sends in parts
 
@@ -71,10 +75,12 @@ class Handle:
     schema: Schema | None = None  # None: not asked for yet
     expert_class: str = ""
     hidden_dim: int = 0
-    version: int = 0  # the largest in an answer
-    acknowledged: int = 0  # version of the newest answered update; a replica without it is out of date
-    usual_seconds: float | None = None  # of a forward, a moving average
-    gone_until: float = 0.0  # time.monotonic()
+    version: int = 0  # the largest in any answer
+    # version of the newest update that was answered; a replica with less is out of date
+    acknowledged: int = 0
+    # of a forward, retries included: a moving average; None: not measured yet
+    usual_seconds: float | None = None
+    gone_until: float = 0.0  # time.monotonic() until which it counts as gone, after a failure
     feedback: ErrorFeedback = field(default_factory=lambda: ErrorFeedback("none"))
 
     @property
@@ -87,12 +93,12 @@ class Outcome:
     """The answer of a server."""
 
     tensors: tuple[torch.Tensor, ...]  # the output, or the gradients of the floating inputs
-    version: int  # of the weights
+    version: int  # of the weights that gave it; of a backward: that its update led to
     endpoint: str
 
 
 class Client:
-    """Shared by any number of experts. counts: calls, hedges, retries and failures so far, by name."""
+    """Calls any number of experts. counts: calls, hedges, retries and failures so far, by name."""
 
     def __init__(
         self,
@@ -105,11 +111,11 @@ class Client:
         check_codec(self.settings.compression)
         self.caller = Caller(credentials, Limits(MAX_MESSAGE_BYTES))
         self.counts: Counter[str] = Counter()
-        self.watcher: Any = None  # an Auditor, which looks at calls
-        self.loss = ""  # shown on the pages of the servers that are called
+        self.watcher: Any = None  # an Auditor that recomputes a share of the answers (Auditor.watch)
+        self.loss = ""  # sent with gradients, for the servers' status pages
 
     def handle(self, uid: str, where: str | Sequence[str] | ExpertRecord | None = None) -> Handle:
-        """A handle for an expert at an endpoint or several, or wherever discovery says."""
+        """Make a handle for an expert at one endpoint, at several (replicas, the leader first), or by discovery."""
         if isinstance(where, str):
             where = (where,)
         if where is None and self.discovery is None:
@@ -119,10 +125,10 @@ class Client:
         )
         return Handle(check_uid(uid), record, feedback=ErrorFeedback(self.settings.compression))
 
-    # ---------------------------------------------------------------- what can be asked
+    # ---------------------------------------------------------------- calls
 
     async def learn(self, handle: Handle, timeout: float) -> Schema:
-        """The schema of an expert, asked for once."""
+        """Return the schema of an expert, which is asked for once."""
         if handle.schema is None:
             data = encode(Message({}, {protocol.UID: handle.uid}))
             answer, endpoint = await self._repeat(
@@ -138,17 +144,20 @@ class Client:
         return handle.schema
 
     async def forward(self, handle: Handle, inputs: Sequence[torch.Tensor], timeout: float) -> Outcome:
-        """The expert's output for inputs, from any of its replicas that has the updates answered to this handle."""
+        """Return the expert's output for inputs, from any replica with all updates acknowledged to this handle."""
+        # 1. check and encode the inputs
         begin, acknowledged = time.monotonic(), handle.acknowledged
         schema = await self.learn(handle, timeout)
         num_rows = schema.check_inputs(inputs, handle.uid)
         meta = {protocol.UID: handle.uid, protocol.COMPRESSION: self.settings.compression}
         tensors = {str(n): x for n, x in enumerate(inputs)}
         data = encode(compress(tensors, self.settings.compression, meta))
+        # 2. call
         left = timeout - (time.monotonic() - begin)
         answer, endpoint = await self._repeat(
             handle, left, lambda deadline: self._hedge(handle, protocol.FORWARD, data, deadline)
         )
+        # 3. check the answer: a server is not trusted
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             if len(outcome.tensors) != 1:
@@ -156,12 +165,14 @@ class Client:
             schema.check_output(outcome.tensors[0], num_rows, handle.uid)
             if not is_finite(outcome.tensors[0]):
                 raise SchemaError(f"the output of {handle.uid} holds NaN or infinity")
+        # 4. note what it says of the expert
         seconds = time.monotonic() - begin
         usual = handle.usual_seconds
         handle.usual_seconds = seconds if usual is None else 0.9 * usual + 0.1 * seconds
         handle.gone_until = 0.0
         handle.version = max(handle.version, outcome.version)
-        if outcome.version < acknowledged:  # the leader says so: these updates died with all replicas
+        # _hedge() takes an older version from the leader alone: then the updates were lost with all replicas
+        if outcome.version < acknowledged:
             handle.acknowledged = outcome.version
         if self.watcher is not None:
             try:
@@ -179,11 +190,16 @@ class Client:
         seen_version: int,
         timeout: float,
     ) -> Outcome:
-        """The gradients of inputs; the expert makes one step, however often the call has to be repeated."""
+        """Send a gradient of the output -> the gradients of inputs; the expert makes one step, however often.
+
+        seen_version: of the weights in the forward; a server with max_staleness refuses a gradient of too old ones.
+        """
         begin = time.monotonic()
-        is_exact = self.settings.compression == "none"  # otherwise the error fed back is not known
+        # 1. if this call is audited, the weights before its update; ErrorFeedback changes what is sent, unknown to it
+        is_exact = self.settings.compression == "none"
         watcher = self.watcher if is_exact else None
         before = None if watcher is None else await watcher.before_backward(handle, timeout / 2)
+        # 2. encode once: every attempt sends the same bytes under the same request id
         meta = {
             protocol.UID: handle.uid,
             protocol.COMPRESSION: self.settings.compression,
@@ -195,7 +211,7 @@ class Client:
         sent = compress({str(n): x for n, x in enumerate(inputs)}, self.settings.compression, meta)
         gradient = handle.feedback.compress({protocol.GRAD: grad}, {})  # inputs have no error to make up for
         data = encode(Message({**sent.tensors, **gradient.tensors}, {**sent.meta, **gradient.meta}))
-        # one silent server must leave time for its successor, which knows the request by its id
+        # 3. call; a leader that is silent must leave time to ask its successor, which knows the request by its id
         longest = max(timeout * self.settings.attempt_share, 0.1)
 
         async def attempt(deadline: float) -> tuple[Message, str]:
@@ -205,6 +221,7 @@ class Client:
             return await self.caller.call(endpoint, protocol.BACKWARD, data, left), endpoint
 
         answer, endpoint = await self._repeat(handle, timeout - (time.monotonic() - begin), attempt)
+        # 4. check the answer: one gradient for each floating input, like it
         with _reading(endpoint, handle.uid):
             outcome = _outcome(answer, endpoint)
             wanted = [(x.dtype, list(x.shape)) for x in inputs if x.is_floating_point()]
@@ -225,7 +242,7 @@ class Client:
         return outcome
 
     async def state(self, handle: Handle, endpoint: str, timeout: float) -> Message:
-        """All of an expert, as one server has it."""
+        """Return the whole state of an expert (server/state.py) as one server has it."""
         data = encode(Message({}, {protocol.UID: handle.uid}))
         cap = self.settings.max_state_bytes
         return await self.caller.download(endpoint, protocol.STATE, data, timeout, cap)
@@ -239,7 +256,7 @@ class Client:
     async def _repeat(
         self, handle: Handle, timeout: float, attempt: Callable[[float], Awaitable[tuple[Message, str]]]
     ) -> tuple[Message, str]:
-        """attempt(deadline) until it succeeds, nothing can be hoped for, or time is up."""
+        """Call attempt(deadline) until it succeeds, fails for good, or time is up."""
         begin = time.monotonic()
         deadline, pause = begin + timeout, FIRST_PAUSE
         while True:
@@ -248,11 +265,12 @@ class Client:
                 return await attempt(deadline)
             except PASSING as error:
                 failure = error
+            # without a server for `patience` seconds it will hardly get one; other failures are worth the whole time
             now = time.monotonic()
             is_hopeless = isinstance(failure, errors.ExpertGone) and now - begin >= self.settings.patience
-            # an expert without a server may be about to get one; other failures are worth the whole time
             if is_hopeless or now + pause >= deadline:
                 self._note_failure(handle)
+                # an expert that discovery cannot find is gone, for the caller
                 kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
                 remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
                 raise kind(f"{handle.uid} failed after {now - begin:.3g} s: {failure}{remedy}")
@@ -264,7 +282,7 @@ class Client:
             pause = min(2 * pause, LONGEST_PAUSE)
 
     async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
-        """The record of the expert; ExpertGone if there is none."""
+        """Return the record of the expert, from discovery if it is not known; ExpertGone if there is none."""
         if handle.record is None and self.discovery is not None:
             left = max(0.0, deadline - time.monotonic())
             (handle.record,) = await self.discovery.get([handle.uid], timeout=left)
@@ -273,7 +291,7 @@ class Client:
         return handle.record
 
     async def _hedge(self, handle: Handle, method: str, data: bytes, deadline: float) -> tuple[Message, str]:
-        """The first answer of any replica: the next is asked when one fails, or is slower than usual."""
+        """Return the first good answer of any replica; the next is called when one fails or is slower than usual."""
         record, acknowledged = await self._resolve(handle, deadline), handle.acknowledged
         waiting: dict[asyncio.Task[Message], str] = {}
         untried = list(record.endpoints)
@@ -285,7 +303,7 @@ class Client:
                     self.counts["hedges"] += bool(waiting)
                     call = self.caller.call(endpoint, method, data, deadline - time.monotonic())
                     waiting[asyncio.ensure_future(call)] = endpoint
-                # without a measured call of this expert, a second is the guess of what is usual
+                # how long until the next replica is called too; the guess is 1 s if no call of this expert was measured
                 usual = handle.usual_seconds
                 slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
                 hedge_after = self.settings.hedge_after
@@ -298,7 +316,7 @@ class Client:
                         answer = task.result()
                         if method != protocol.FORWARD or endpoint == record.endpoints[0]:
                             return answer, endpoint
-                        # A member that failed leaves the replicas but not this record, and learns no more updates.
+                        # One that has left the members is still in this handle's record, and gets no more updates.
                         with _reading(endpoint, handle.uid):
                             version = answer.number(protocol.VERSION)
                         if version >= acknowledged:
@@ -307,8 +325,9 @@ class Client:
                         error = errors.NoLeader(f"{has}, but version {acknowledged} was acknowledged")
                     if not isinstance(error, errors.RemoteError):
                         raise error
+                    # of several failures the first, or a refusal, which says more than silence
                     if failure is None or isinstance(error, errors.Refused):
-                        failure = error  # a refusal says more than silence
+                        failure = error
         finally:
             for task in waiting:
                 task.cancel()
@@ -322,7 +341,7 @@ class Client:
 
 @contextmanager
 def _reading(endpoint: str, uid: str) -> Iterator[None]:
-    """Refused, with the endpoint's name, for an answer that cannot be read: a bad answer is as bad as none."""
+    """Raise Refused, with the endpoint's name, for any error of the block, which reads a server's answer."""
     try:
         yield
     except errors.RemoteError:

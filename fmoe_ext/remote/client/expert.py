@@ -1,4 +1,9 @@
-"""Experts as modules: calls to many as one step of autograd, RemoteExpert, RemoteExperts, and Directory."""
+"""Make remote experts usable as modules: RemoteExpert, RemoteExperts, LiveGate, and Directory, which finds them.
+
+A Batch is the step of autograd below all of them: its forward calls all experts side by side and its backward sends
+each its gradient. So a layer waits for its slowest expert, not for the sum of all. Calls run on the loop of
+remote/loop.py; the thread that trains waits for them.
+"""
 
 import asyncio
 import time
@@ -18,7 +23,8 @@ from fmoe_ext.remote.errors import CallTimeout, Refused, RemoteError
 from fmoe_ext.remote.schema import Schema
 from fmoe_ext.remote.security import Credentials
 
-MARGIN = 1.0  # seconds that the loop may take beyond a deadline before its caller stops waiting for it
+# seconds beyond a deadline that a thread waits for the loop, which keeps deadlines itself unless too busy
+MARGIN = 1.0
 
 
 @dataclass(frozen=True)
@@ -26,33 +32,34 @@ class Call:
     """A call of one expert."""
 
     handle: Handle
-    inputs: tuple[torch.Tensor, ...]  # as its schema says, a batch in dimension 0
+    inputs: tuple[torch.Tensor, ...]  # as its schema says, each with the batch in dimension 0
 
 
 @dataclass
 class Batch:
-    """Calls that go together, as one step of autograd."""
+    """Calls of several experts, side by side, as one step of autograd."""
 
     client: Client
     calls: Sequence[Call]
     forward_timeout: float  # seconds
     backward_timeout: float
-    tolerant: bool = False  # a failed call gives None, or zero as gradient, and no RemoteError
+    # a call that fails has output None and gradient zero, instead of raising RemoteError
+    tolerant: bool = False
     grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
     def __post_init__(self) -> None:
         self.failed: list[Exception | None] = [None] * len(self.calls)  # why a call has no output
-        self.versions = [0] * len(self.calls)  # of the weights that answered; a gradient names it
-        self.grad_failed: list[Exception | None] = [None] * len(self.calls)
+        self.versions = [0] * len(self.calls)  # of the weights that answered; sent along with the gradient
+        self.grad_failed: list[Exception | None] = [None] * len(self.calls)  # why a call's gradient was lost
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
         """True if enough calls succeeded, so that the others get `grace` more seconds; subclasses say when."""
         return False
 
     def run(self) -> list[torch.Tensor | None]:
-        """The outputs, differentiable."""
+        """Return the output of each call, differentiable; None for one that failed."""
         flat = [x for call in self.calls for x in call.inputs]
-        # so that experts learn even if no input asks for a gradient
+        # an input that always asks for a gradient: backward must run, and train the experts, even if no other does
         anchor = torch.empty(0, requires_grad=True, device="cpu")
         outputs = list(_Calls.apply(self, anchor, *flat))
         return [y if error is None else None for y, error in zip(outputs, self.failed, strict=True)]
@@ -60,7 +67,7 @@ class Batch:
     def refuse_misfits(
         self, outputs: Sequence[torch.Tensor | None], wanted: Sequence[torch.Tensor]
     ) -> list[torch.Tensor | None]:
-        """The outputs without those that differ in dtype or shape of a row from their tensor in wanted."""
+        """Return the outputs, with None for those whose dtype or row shape differs from their tensor in `wanted`."""
         kept: list[torch.Tensor | None] = []
         for n, (y, like) in enumerate(zip(outputs, wanted, strict=True)):
             fits = y is None or (y.dtype, y.shape[1:]) == (like.dtype, like.shape[1:])
@@ -79,10 +86,10 @@ class Batch:
         errors: list[Exception | None],
         is_enough: Callable[[Set[int]], bool],
     ) -> list[Outcome | None]:
-        """The outcomes, at the latest MARGIN after the deadline; errors: filled with why one is None."""
+        """Run all calls -> their outcomes, by MARGIN after the deadline; fill `errors` with why one is None."""
 
         async def gather() -> list[Any]:
-            """The result or exception of each call; once is_enough, those that take longer than grace time out."""
+            """Return each call's result or exception; `grace` seconds after is_enough() the others time out."""
             if (grace := self.grace) is None:
                 return await asyncio.gather(*calls, return_exceptions=True)
             tasks = [asyncio.ensure_future(call) for call in calls]
@@ -107,15 +114,16 @@ class Batch:
             results = await asyncio.gather(*tasks, return_exceptions=True)
             return [late if task in waiting else result for task, result in zip(tasks, results, strict=True)]
 
-        results: Sequence[Any]
+        results: Sequence[Any]  # an Outcome or an exception each
         try:
             results = loop.run(gather(), timeout + MARGIN)
-        except TimeoutError:  # this process is too busy to keep its own deadlines
+        except TimeoutError:  # each call has its own deadline, but this process was too busy to keep them
             late = CallTimeout(
                 f"calls had not ended {MARGIN:.3g} s after their deadline of {timeout:.3g} s, and all were given up"
             )
             results = [late] * len(calls)
         for n, result in enumerate(results):
+            # ValueError: SchemaError, inputs that this expert does not take
             if isinstance(result, (RemoteError, ValueError)) and self.tolerant:
                 errors[n] = result
             elif isinstance(result, BaseException):
@@ -123,7 +131,7 @@ class Batch:
         return [None if error is not None else r for r, error in zip(results, errors, strict=True)]
 
     def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
-        """The output of each call; an empty tensor for one that failed, for autograd needs an output of it too."""
+        """Return the output of each call; an empty tensor for one that failed, because autograd needs some output."""
         timeout, forward = self.forward_timeout, self.client.forward
         calls = [forward(c.handle, given, timeout) for c, given in zip(self.calls, inputs, strict=True)]
         outcomes = self._run_all(calls, timeout, self.failed, lambda done: self.is_enough(done, True))
@@ -134,8 +142,9 @@ class Batch:
     def backward(
         self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, ...] | None]:
-        """The gradients of the floating inputs of each call; None where there are none."""
+        """Return the gradients of the floating inputs of each call; None for a call that failed, here or in forward."""
         timeout, backward = self.backward_timeout, self.client.backward
+        # a call without an output gets no gradient; n counts all calls, place in `asked` only the others
         asked = [n for n, error in enumerate(self.failed) if error is None]
         calls = [
             backward(self.calls[n].handle, inputs[n], grads[n], self.versions[n], timeout) for n in asked
@@ -169,6 +178,7 @@ class _Calls(torch.autograd.Function):
         found = ctx.batch.backward(inputs, grads)
         d_flat: list[torch.Tensor | None] = []
         for given, tensors in zip(inputs, found, strict=True):
+            # one a floating input; none if the call failed: autograd takes None as 0
             queue = iter(tensors or ())
             d_flat += [next(queue, None) if x.is_floating_point() else None for x in given]
         flat = [x for given in inputs for x in given]
@@ -182,12 +192,12 @@ def _unflatten(batch: Batch, flat: Sequence[torch.Tensor]) -> list[tuple[torch.T
 
 
 class RemoteExpert(nn.Module):
-    """An expert on another machine: forward and backward go there, its weights are trained there.
+    """An expert on another machine: forward and backward go there, and its weights are trained there.
 
-    uid: its name. where: "host:port", several of them (replicas, the one that takes gradients first), a record of
-    discovery, or None to ask the client's discovery. client: shared by many experts; it holds the deadlines.
-    Calls raise SchemaError before anything is sent, RemoteError (CallTimeout, ExpertGone, Busy, Refused) after.
-    It has no parameters here.
+    uid: its name. where: "host:port"; several of them for replicas, the one that takes gradients first; a record of
+    discovery; or None to ask the client's discovery. client: shared by many experts; its Settings have the deadlines.
+    Raises SchemaError for wrong inputs before anything is sent, RemoteError (CallTimeout, ExpertGone, Busy, Refused,
+    NoLeader) if the call fails. The module has no parameters.
     """
 
     def __init__(
@@ -205,10 +215,11 @@ class RemoteExpert(nn.Module):
     def forward(
         self, *inputs: torch.Tensor, **keywords: torch.Tensor
     ) -> torch.Tensor | tuple[torch.Tensor, ...]:
-        """inputs as the expert's schema says, a batch in dimension 0 -> its output, one row for each row.
+        """Send inputs, as the expert's schema says with the batch in dimension 0 -> the output, one row for each row.
 
         An expert with several outputs returns a tuple.
         """
+        # the schema is fetched before the first call, and then needed only to order keywords
         settings = self.client.settings
         if keywords or self.handle.schema is None or self.handle.schema.keywords:
             inputs = self.schema().arrange(inputs, keywords, self.uid)
@@ -218,7 +229,7 @@ class RemoteExpert(nn.Module):
         return self.handle.schema.split(y)
 
     def schema(self) -> Schema:
-        """The expert's inputs and outputs, fetched once."""
+        """Return the expert's inputs and outputs, which are fetched once."""
         timeout = self.client.settings.info_timeout
         return loop.run(self.client.learn(self.handle, timeout), timeout + MARGIN)
 
@@ -228,11 +239,11 @@ class RemoteExpert(nn.Module):
 
 
 class RemoteExperts(nn.Module):
-    """Experts for layer.experts of an FMoE(expert=None, num_expert=len(experts), ...): modules or RemoteExperts.
+    """Local modules and RemoteExperts as layer.experts of an FMoE(expert=None, num_expert=len(experts), ...).
 
-    forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]: one call for each remote expert with rows,
-    all in parallel; the local experts compute after the answers. An expert that does not answer in time gives zero
-    rows, takes no gradient, and is gone for a while (is_gone); with LiveGate no token goes to it then.
+    forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]. Each remote expert with rows is called once,
+    all side by side; local experts compute after the answers. A remote expert that does not answer in time
+    gives rows of zeros, gets no gradient, and counts as gone for a while (is_gone); LiveGate sends it no tokens then.
     """
 
     def __init__(self, experts: Sequence[nn.Module], client: Client | None = None):
@@ -243,13 +254,16 @@ class RemoteExperts(nn.Module):
         self.last_failed: dict[str, str] = {}  # uid: why, in the last forward that called remote experts
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
+        # 1. the rows of each expert; calls for the remote ones that have some
         counts = torch.as_tensor(tokens_per_expert, device="cpu").tolist()
-        parts = rows[: sum(counts)].split(counts)  # rows of dropped choices lie behind
+        # [tokens, D] an expert; rows of dropped choices lie behind all
+        parts = rows[: sum(counts)].split(counts)
         calls = {
             n: Call(expert.handle, (parts[n],))
             for n, expert in enumerate(self.members)
             if isinstance(expert, RemoteExpert) and parts[n].shape[0]
         }
+        # 2. all calls at once; None for one that failed, or that returned other rows than its input has
         outputs: dict[int, torch.Tensor | None] = {}
         if calls:
             settings = self.client.settings
@@ -259,6 +273,7 @@ class RemoteExperts(nn.Module):
             outputs |= zip(calls, fitting, strict=True)
             failures = zip(batch.calls, batch.failed, strict=True)
             self.last_failed = {call.handle.uid: str(error) for call, error in failures if error is not None}
+        # 3. local experts, and all outputs in the order of the experts
         for n, expert in enumerate(self.members):
             if not isinstance(expert, RemoteExpert):
                 outputs[n] = expert(parts[n])
@@ -268,7 +283,7 @@ class RemoteExperts(nn.Module):
         )
 
     def is_gone(self) -> torch.Tensor:
-        """[E] bool: the experts that did not answer lately."""
+        """Return [E] bool: True for remote experts that failed in the last GONE_FOR seconds."""
         return torch.tensor(
             [isinstance(expert, RemoteExpert) and expert.handle.is_gone for expert in self.members],
             device="cpu",
@@ -276,7 +291,7 @@ class RemoteExperts(nn.Module):
 
 
 class LiveGate(nn.Module):
-    """Any gate, without the experts that are gone: their choices become -1 (dropped).
+    """Wrap a gate so that no token goes to an expert that is gone: such choices become -1 (dropped).
 
     With FMoE(renormalize=True) the token's other experts take over their weight.
     """
@@ -293,18 +308,18 @@ class LiveGate(nn.Module):
         return topk_idx.masked_fill(dropped, -1), topk_weights
 
     def get_loss(self, clear: bool = True) -> torch.Tensor | None:
-        """The wrapped gate's."""
+        """Return the wrapped gate's loss."""
         loss: torch.Tensor | None = self.gate.get_loss(clear)
         return loss
 
     @property
     def has_loss(self) -> bool:
-        """The wrapped gate's."""
+        """True if the wrapped gate has a loss."""
         return bool(self.gate.has_loss)
 
 
 class Directory:
-    """Finds experts through any Discovery; every call has a deadline in seconds."""
+    """Find and declare experts through any Discovery, from programs without a loop; timeouts are seconds."""
 
     def __init__(
         self, discovery: Discovery, settings: Settings | None = None, credentials: Credentials | None = None
@@ -313,7 +328,7 @@ class Directory:
         self.client = Client(discovery, settings, credentials)
 
     def get_experts(self, uids: Sequence[str], timeout: float = 5.0) -> list[RemoteExpert | None]:
-        """The experts of these uids, None where there is none; DiscoveryError if nobody answers in time."""
+        """Return a RemoteExpert for each uid, None where there is none; DiscoveryError without an answer in time."""
         names = [uid for uid in dict.fromkeys(uids) if is_uid(uid)]
         records = loop.run(self.discovery.get(names, timeout=timeout), timeout + MARGIN)
         found = {record.uid: record for record in records if record is not None}
@@ -322,10 +337,10 @@ class Directory:
     def declare_experts(
         self, uids: Sequence[str], endpoint: str, ttl: float = 30.0, timeout: float = 5.0
     ) -> frozenset[str]:
-        """Claims uids for an endpoint -> those that are now its."""
+        """Claim uids for an endpoint for ttl seconds -> those that it owns now."""
         return loop.run(self.discovery.declare(list(uids), endpoint, ttl, timeout=timeout), timeout + MARGIN)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Frees sockets; what was declared stays until it expires."""
+        """Close all connections; what was declared stays until it expires."""
         loop.run(self.client.close(), timeout)
         loop.run(self.discovery.close(), timeout)

@@ -1,4 +1,10 @@
-"""RemoteMixtureOfExperts: a gate over a grid of experts that come and go, one call an expert and batch."""
+"""RemoteMixtureOfExperts: a layer of experts on other machines, which come and go while it trains.
+
+Experts form a grid, uid_prefix.i.j, and a linear gate scores each coordinate: expert i.j has the sum of both scores.
+For each batch, _mix() searches the best live experts of each sample (beam_search.py), calls each expert once with the
+rows of all samples that chose it (Batch), and weighs the answers by softmax. Experts that fail are left out, as long as
+k_min of each sample's experts answer. RemoteSwitchMixtureOfExperts chooses one expert a sample and adds a balance loss.
+"""
 
 import logging
 import math
@@ -23,15 +29,16 @@ log = logging.getLogger("fmoe_ext.remote")
 
 
 class RemoteMixtureOfExperts(nn.Module):
-    """Chooses k_best live experts for each sample by a linear gate over a grid, and sums their outputs by softmax.
+    """Choose k_best live experts for each sample by a linear gate over a grid, and sum their outputs by softmax.
 
     in_features: last dimension of the input; grid_size: one size for each coordinate of the uids; dht: a Directory
-    (such as DHT) or any Discovery; uid_prefix: what comes before the coordinates. k_min: experts that must answer a
-    sample, fewer raise ExpertGone (allow_zero_outputs=True: zeros then); backward_k_min: those whose gradients must
-    arrive; patience: seconds to wait for one that another server is taking over. Experts that fail in forward have no
-    weight, in backward no gradient: training goes on without them.
+    (such as DHT) or any Discovery; uid_prefix: what comes before the coordinates. k_min: experts that must answer each
+    sample, or forward raises ExpertGone (allow_zero_outputs=True: such samples get zeros); backward_k_min: experts of
+    each sample whose gradients must arrive; patience: seconds to wait for an expert that another server is taking over.
     timeout_after_k_min: seconds that the other experts have once k_min (backward_k_min) have answered every sample.
-    forward_timeout covers the search too. Learning-at-home (Ryabinin and Gusev 2020); hivemind's class of that name.
+    forward_timeout: seconds for the search, and again for the calls. Experts that fail in forward have no weight, in
+    backward no gradient: training goes on without them. After Learning@home (Ryabinin and Gusev 2020) and hivemind's
+    class of this name.
     """
 
     def __init__(
@@ -67,18 +74,19 @@ class RemoteMixtureOfExperts(nn.Module):
         self._handles: dict[str, Handle] = {}
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """x [B, *, in_features] -> [B, *], one output for each sample; sequences are gated by their mean."""
+        """x [B, *, in_features] -> [B, *], one output for each sample; a sequence is gated by the mean over it."""
         return self._mix(x, self._scores(x))
 
     def _scores(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        # -> one [B, n] for each dimension of the grid
         if x.dim() < 2 or x.shape[-1] != self.in_features:
             raise ValueError(f"x must have shape [B, ..., {self.in_features}], but got {list(x.shape)}")
         of_samples = x if x.dim() == 2 else x.flatten(1, -2).mean(1)
         return self.proj(of_samples).split(self.grid_size, dim=-1)
 
     def _mix(self, x: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """The weighted sum of the outputs of each sample's experts. Shapes: T samples, K choices, N experts."""
-        # 1. the experts that each sample chooses among those that live
+        """Return the weighted sum of the outputs of each sample's experts. Shapes: T samples, K choices, N experts."""
+        # 1. the best live experts of each sample
         found = self._search(scores)
         topk_idx = found.topk_idx.to(x.device)  # [T, K] into the N found; -1: none
         # 2. one call an expert, with the rows of all samples that chose it
@@ -87,6 +95,7 @@ class RemoteMixtureOfExperts(nn.Module):
         counts = routing.tokens_per_expert.tolist()
         calls = []
         for record, part in zip(found.records, rows[: sum(counts)].split(counts), strict=False):
+            # a handle outlives the batch: it has the schema, the usual time, and what the expert has acknowledged
             handle = self._handles.setdefault(record.uid, self.client.handle(record.uid, record))
             handle.record = record
             calls.append(Call(handle, (part.view(-1, *x.shape[1:]),)))
@@ -104,11 +113,12 @@ class RemoteMixtureOfExperts(nn.Module):
         )
         outputs = batch.run() if calls else [None]
         kinds = Counter((y.dtype, y.shape[1:]) for y in outputs if y is not None)
-        if kinds:  # the kind that most experts return counts: one liar must not make the others misfits
+        # dtype and shape are those that most experts return: one liar must not make the others misfits
+        if kinds:
             ((kind, _),) = kinds.most_common(1)
             usual = next(y for y in outputs if y is not None and (y.dtype, y.shape[1:]) == kind)
             outputs = batch.refuse_misfits(outputs, [usual] * len(outputs))
-        # 3. enough of them must have answered each sample
+        # 3. k_min of them must have answered each sample
         answered = torch.tensor([error is None for error in batch.failed] or [False], device=topk_idx.device)
         alive = answered[topk_idx.clamp(min=0)] & (topk_idx >= 0)  # [T, K]: choices whose expert answered
         fewest = int(alive.sum(1).min()) if alive.shape[0] else self.k_min
@@ -123,7 +133,7 @@ class RemoteMixtureOfExperts(nn.Module):
                 f"{fewest} of {len(found.records)} experts of {self.uid_prefix} answered for some sample, but "
                 f"k_min={self.k_min} are needed; {'; '.join(reasons[:3])}"
             )
-        # 4. a softmax over the scores of those that did: the sum of the scores of an expert's coordinates
+        # 4. the weights: a softmax over the scores of those that did; an expert has the sum of its coordinates' scores
         uids = [coordinates(r.uid) for r in found.records] or [(0,) * len(scores)]
         places = torch.tensor(uids, device="cpu").to(topk_idx.device)  # [N, dimensions of the grid]
         chosen = places[topk_idx.clamp(min=0)]  # [T, K, dimensions]
@@ -134,7 +144,7 @@ class RemoteMixtureOfExperts(nn.Module):
         # the lowest number instead of -inf: a sample without a living expert gets zeros, not NaN
         floor = torch.finfo(logits.dtype).min
         weights = logits.masked_fill(~alive, floor).softmax(-1) * alive
-        # 5. their weighted sum; who did not answer has rows of zeros, and no weight
+        # 5. their weighted sum; an expert that did not answer has rows of zeros, and no weight
         some = next((y for y in outputs if y is not None), x[:0])
         width, shape = math.prod(some.shape[1:]), some.shape[1:]
         flat = [
@@ -146,10 +156,12 @@ class RemoteMixtureOfExperts(nn.Module):
         return ops.unpermute(y, routing.row_idx, routing.inverse, weights).view(-1, *shape)
 
     def _search(self, scores: tuple[torch.Tensor, ...]) -> Found:
+        # chosen by discovery on the loop, without a gradient
         timeout = self.client.settings.forward_timeout
         assert self.client.discovery is not None
         masked = [axis.detach() for axis in scores]
-        # A place of a longer uid stands for many experts, so that in a larger grid none can be left out by it.
+        # Experts that failed lately are left out, if a coordinate is one expert: in a grid of more dimensions it would
+        # leave out many others.
         if len(self.grid_size) == 1:
             gone = [coordinates(uid)[0] for uid, handle in self._handles.items() if handle.is_gone]
             index = torch.tensor(gone, dtype=torch.int64, device=masked[0].device)
@@ -164,15 +176,15 @@ class RemoteMixtureOfExperts(nn.Module):
 
 @dataclass
 class _KMinBatch(Batch):
-    """A batch for samples that chose experts."""
+    """A Batch that knows which samples chose which experts, and ends early once k_min have answered each sample."""
 
     k_min: int = 1  # experts that must answer a sample
-    backward_k_min: int = 1  # experts whose gradients must reach a sample, or backward raises
-    # [T, K] into calls, -1: none
+    backward_k_min: int = 1  # experts whose gradients must reach a sample, or backward raises ExpertGone
+    # [T, K] into calls; -1: no expert
     choices: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64, device="cpu"))
 
     def is_enough(self, succeeded: Set[int], is_forward: bool) -> bool:
-        """True if k_min (backward_k_min) of each sample's experts succeeded, or all that it chose."""
+        """True if of each sample's experts k_min (backward_k_min) succeeded, or all if it has fewer."""
         wanted, device = self.k_min if is_forward else self.backward_k_min, self.choices.device
         arrived = torch.tensor([n in succeeded for n in range(len(self.calls))], device=device)
         num_arrived = (arrived[self.choices.clamp(min=0)] & (self.choices >= 0)).sum(1)
@@ -181,6 +193,7 @@ class _KMinBatch(Batch):
     def backward(
         self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, ...] | None]:
+        # experts that failed in forward get no gradient, so none of theirs can be missing
         failed = torch.tensor([error is not None for error in self.failed], device=self.choices.device)
         self.choices = self.choices.masked_fill(failed[self.choices.clamp(min=0)], -1)
         found = super().backward(inputs, grads)
@@ -204,10 +217,10 @@ def _unfound(found: Found) -> str:
 class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     """The Switch Transformer's layer over remote experts: one expert a sample, jittered scores, a balance loss.
 
-    Returns (output, loss): loss = mean over the dimensions of n * sum_i f_i * p_i (f: share of samples, p: mean
-    probability), 1 when balanced, with a gradient for the gate. The input is not changed. grid_utilization[d]: the
-    share of samples that choose each place of dimension d, averaged over forwards in training with utilization_alpha
-    as the weight of the newest.
+    Returns (output, loss): loss = mean over the grid's dimensions of n * sum_i f_i * p_i (n places, f_i: share of the
+    samples that choose place i, p_i: its mean probability), 1 when balanced, with a gradient for the gate. Only the
+    gate sees the jitter. grid_utilization[d]: the share of samples that choose each place of dimension d,
+    averaged over forwards in training with utilization_alpha as the weight of the newest.
     """
 
     def __init__(

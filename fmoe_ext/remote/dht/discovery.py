@@ -1,9 +1,13 @@
-"""KademliaDiscovery: experts as most of the nearest nodes say; DHT: the same for programs without a loop.
+"""KademliaDiscovery finds and claims experts in the DHT; DHT is its blocking form, for programs without a loop.
 
-Nodes do not agree with each other, so the node that asks counts: this is an *election*. The record of a uid lies at the
-eight nodes nearest to its key. Each of them has one vote, or a liar could repeat itself, and it stands for the first
-claim that it knows. Most votes win, then the oldest claim, then any order that all follow, so that all who see the same
-nodes name the same owner. A server that claims a uid counts in the same way what the nodes answer to it.
+Nodes do not agree with each other about who owns a uid, so a node that asks holds an *election*. The record of a uid
+lies at the eight nodes nearest to its key. Each of them has one vote, however many records it repeats, for the oldest
+live claim that it keeps. The owner with most votes wins; of owners with equally many the one that claimed first, then
+the one whose key sorts first. So all that see the same nodes name the same owner. A server that claims a uid holds the
+same election over the nodes' answers to its claim.
+
+A claim takes three steps: find the nodes nearest to each uid and each of its prefixes (_ask), store a signed record at
+them (_put), and take back the records of elections that were lost (_take_back).
 """
 
 import contextlib
@@ -48,25 +52,26 @@ from fmoe_ext.remote.security import Credentials
 K = TypeVar("K")
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote.dht")
-# Key of a record's metadata: when its process made its first claim, and a random number.
+# Key of a record's metadata: when its process made its first claim, and a random number. It tells two living processes
+# with one key pair apart, such as a server and a copy of its disk.
 INCARNATION = "incarnation"
-SHARE_FOR_LOOKUP = 0.6  # of the time that declare() has
+SHARE_FOR_LOOKUP = 0.6  # of claim()'s time, to find the nearest nodes; the rest is for storing at them
 
 
 class KademliaDiscovery(Discovery):
-    """A directory without a centre. An expert belongs to the key pair for which most of the nearest nodes vouch.
+    """A directory without a centre: an expert belongs to the key pair that most of the nodes nearest to it name.
 
-    Nodes keep the first live record of a uid and refuse others', so that a claim cannot be taken over; of two claims
-    with equally many nodes behind them, as when two networks become one, the older wins and the other is withdrawn.
-    Of two processes with one key the one that began first keeps its uids, as soon as both have renewed them.
+    A node keeps the first live record of a uid and refuses records of other owners, so a claim cannot be taken over.
+    When two networks become one, a uid may have two owners with equally many votes: the older claim wins and the other
+    is withdrawn. Of two processes with one key the one that began first keeps its uids, once both have renewed them.
     """
 
     def __init__(self, node: KademliaNode, identity: Identity | None = None):
         self.node, self.identity = node, identity or Identity()
-        self._declared: dict[str, SignedRecord] = {}  # what we said last
-        self._sequence = 0
-        self._incarnation = ""
-        self._copies: set[str] = set()  # other living processes with this key
+        self._declared: dict[str, SignedRecord] = {}  # our last record of each uid
+        self._sequence = 0  # the largest that we have used
+        self._incarnation = ""  # of this process, once it has claimed something
+        self._copies: set[str] = set()  # incarnations of other living processes with this key
 
     # ---------------------------------------------------------------- the interface
 
@@ -75,9 +80,11 @@ class KademliaDiscovery(Discovery):
             raise ValueError(f"ttl must be above 0 and at most {MAX_TTL} s, but got {claim.ttl}")
         check_endpoint(claim.endpoint)
         end = time.monotonic() + claim.timeout
+        # 1. the nearest nodes, and which uids they show as free or ours
         keys = [key for uid in claim.uids for key in places_of(uid)]
         near = await self._ask({key: key for key in keys}, claim.timeout * SHARE_FOR_LOOKUP, _as_found)
         free = [uid for uid in claim.uids if self._may_claim(uid, near)]
+        # 2. a record at each of them; their answers are an election
         signed = [self._sign(uid, claim, near) for uid in free]
         said = await self._put(signed, near, end - time.monotonic())
         now = self.node.clock.now()
@@ -85,6 +92,7 @@ class KademliaDiscovery(Discovery):
         mine.found_at = {r.uid: _num_showing(r, said[r.uid], now) for r in signed if r.uid in mine}
         self._declared = {uid: r for uid, r in self._declared.items() if uid not in claim.uids or uid in free}
         self._declared |= {r.uid: r for r in signed}
+        # 3. some nodes may keep a record of a lost claim: it would count against the winner
         await self._take_back([r for r in signed if r.uid not in mine], near, end - time.monotonic())
         return mine
 
@@ -106,7 +114,7 @@ class KademliaDiscovery(Discovery):
             record = _elect(near.holders, uid, clock.now())
             if record is None:
                 return None
-            # the network's time becomes this host's: who reads the record knows no other clock
+            # from the network's time to this host's: ExpertRecord counts by time.monotonic()
             expires = time.monotonic() + clock.seconds_until(record.expires)
             return ExpertRecord(uid, (record.endpoint,), expires, record.fence, record.metadata)
 
@@ -119,19 +127,20 @@ class KademliaDiscovery(Discovery):
 
         def places(prefix: str, near: Nearby) -> frozenset[int]:
             live = {r.uid: r for at in near.holders for r in at.records if r.is_live(now)}
+            # at most as many as one node keeps below a prefix; of too many each owner has an equal share
             uids = [r.uid for r in fair_shares(live.values(), MAX_UNDER_PREFIX, lambda _: 1)]
             return successors_among(uids, [bare[prefix]])[bare[prefix]]
 
         return await self._ask({prefix: prefix_key(name) for prefix, name in bare.items()}, timeout, places)
 
     async def store(self, key: str, value: Any, ttl: float, timeout: float = 5.0) -> bool:
-        """Keeps a small value of this owner under a key for ttl seconds -> True if the DHT took it."""
+        """Store a small value of this owner under a key for ttl seconds -> True if the DHT took it."""
         uid = records.value_uid(key, self.identity.public)
         metadata = records.dump_value(value)
         return uid in await self.declare([uid], records.ENDPOINT, ttl, metadata=metadata, timeout=timeout)
 
     async def get_values(self, key: str, timeout: float = 5.0) -> dict[str, records.Value]:
-        """The live values of a key by the public key of their owner."""
+        """Return the live values of a key by the public key of their owner."""
         prefix, clock = records.value_prefix(key), self.node.clock
 
         def values(_: str, near: Nearby) -> dict[str, records.Value]:
@@ -159,13 +168,16 @@ class KademliaDiscovery(Discovery):
     # ---------------------------------------------------------------- asking
 
     async def _ask(self, keys: Mapping[K, int], timeout: float, read: Callable[[K, Nearby], T]) -> dict[K, T]:
-        """read(name, what lies near its key) of every name; Unanswered, with some of them, if time is too short."""
+        """Find the nodes nearest to each name's key -> read(name, these nodes and their records) for each name.
+
+        Unanswered, with the results there are, if the time is too short for some.
+        """
         if timeout <= 0:
             raise DiscoveryError("no time was left to ask the DHT")
         near, found = await self.node.find(list(keys.values()), timeout), {}
         for name, key in keys.items():
             holders = near[key].holders
-            # the search reached the nearest nodes, or found records on its way
+            # believed if the search reached the nearest nodes, or found records before time was up
             if holders and (near[key].is_complete or any(at.records for at in holders)):
                 found[name] = read(name, near[key])
         if missing := [name for name in keys if name not in found]:
@@ -177,13 +189,14 @@ class KademliaDiscovery(Discovery):
         return found
 
     def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
-        """True if the uid is free, or ours and no process with this key that began earlier serves it."""
+        """True if the uid is free, or ours and served by no other process with our key that began earlier."""
         record = _elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
         if record is None or record.owner != self.identity.public:
             return record is None
         theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
         declared = self._declared.get(uid)
-        # written by a living process
+        # Newer than our last record, though signed with our key: by another process, which lives. A process that has
+        # declared nothing yet cannot tell this from a record of its own earlier life.
         is_new = declared is not None and record.sequence > declared.sequence
         if is_new and theirs not in ("", mine, *self._copies):
             self._copies.add(theirs)
@@ -194,26 +207,27 @@ class KademliaDiscovery(Discovery):
 
     def _own_incarnation(self) -> str:
         if not self._incarnation:
+            # of a fixed width, so that the earlier sorts first
             milliseconds = int(self.node.clock.now() * 1000)
             self._incarnation = f"{milliseconds:015d}.{self.node.rng.getrandbits(64):016x}"
         return self._incarnation
 
-    # ---------------------------------------------------------------- telling
+    # ---------------------------------------------------------------- storing
 
     def _sign(self, uid: str, claim: Claim, near: Mapping[int, Nearby]) -> SignedRecord:
         now = self.node.clock.now()
         said = [r for at in near[uid_key(uid)].holders for r in at.records if r.uid == uid]
         own = [r for r in said if r.owner == self.identity.public and r.is_live(now)]
         newest = max((r.fence for r in said), default=0)
-        # a claim keeps its age while it lives, a new one is younger than all that are known: the older one wins
+        # a claim that is renewed keeps its age; a new one is younger than all known ones, and so loses to them
         fence = own[0].fence if own else max(int(now * 1000), newest + 1)
         metadata = dict(claim.metadata)
-        if claim.endpoint != records.ENDPOINT:
+        if claim.endpoint != records.ENDPOINT:  # a value (store) may be written by any process of its owner
             metadata[INCARNATION] = self._own_incarnation()
         return self.identity.sign(uid, claim.endpoint, fence, self._next(said), now + claim.ttl, metadata)
 
     def _next(self, said: Iterable[SignedRecord] = ()) -> int:
-        """A sequence above all that this owner has used, in an earlier life too."""
+        """Return a sequence number above all that this owner has used, in earlier processes too."""
         used = max((r.sequence for r in said if r.owner == self.identity.public), default=0)
         self._sequence = max(self._sequence, used, int(self.node.clock.now() * 1e9)) + 1
         return self._sequence
@@ -221,7 +235,7 @@ class KademliaDiscovery(Discovery):
     async def _put(
         self, signed: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> dict[str, dict[int, list[Refusal | None]]]:
-        """Stores records under all their keys -> for each uid and key what the nodes nearest to that key said."""
+        """Store records under all their keys -> {uid: {key: the refusal or None of each node nearest to the key}}."""
         placed: dict[Peer | None, list[Item]] = {}
         for record in signed:
             for key in places_of(record.uid):
@@ -239,8 +253,8 @@ class KademliaDiscovery(Discovery):
     async def _take_back(
         self, lost: Sequence[SignedRecord], near: Mapping[int, Nearby], timeout: float
     ) -> None:
+        # a withdrawal is a record without an endpoint; it lives as long as the record that it takes back
         if lost:
-            # lives as long as what it takes back
             signed = [self.identity.sign(r.uid, "", r.fence, self._next(), r.expires) for r in lost]
             await self._put(signed, near, timeout)
         for record in lost:
@@ -251,7 +265,8 @@ class KademliaDiscovery(Discovery):
 
 
 def _elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | None:
-    """The record that most nodes vouch for, of those that live and whose owner has said nothing newer."""
+    """Return the live record of a uid that wins the election among the nodes nearest to its key; None without one."""
+    # 1. each owner's last word: a live record that its owner has replaced or withdrawn does not count
     words = [record for at in holders for record in at.records if record.uid == uid]
     last: dict[str, SignedRecord] = {}
     for record in words:
@@ -259,8 +274,10 @@ def _elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | No
             last[record.owner] = record
     live = [record for record in last.values() if record.is_live(now)]
     candidates = {record.owner for record in live}
+    # 2. one vote a node, however many records it repeats: for the owner of its oldest live record
     votes: Counter[str] = Counter()
-    for at in holders:  # a node stands for one owner, however many records it repeats
+    for at in holders:
+        # an expired record still votes if its owner has renewed it at other nodes, but live ones go first
         kept = [r for r in at.records if r.uid == uid and not r.is_withdrawn and r.owner in candidates]
         first = min(kept, key=lambda r: (not r.is_live(now), r.fence, r.owner), default=None)
         if first is not None:
@@ -269,8 +286,8 @@ def _elect(holders: Sequence[Holder], uid: str, now: float) -> SignedRecord | No
 
 
 def _is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) -> bool:
-    """True if a claim wins among the nodes nearest to its key; DiscoveryError if none of them keeps it."""
-    votes = Counter({mine.owner: said.count(None)})
+    """True if a claim wins the election; DiscoveryError if no node keeps it and none names another owner."""
+    votes = Counter({mine.owner: said.count(None)})  # None: the node keeps the claim
     others = [r.holder for r in said if r is not None and r.holder is not None]
     live = [r for r in others if r.uid == mine.uid and r.is_live(now)]
     votes.update(r.owner for r in live)
@@ -281,14 +298,14 @@ def _is_granted(mine: SignedRecord, said: Sequence[Refusal | None], now: float) 
 
 
 def _winner(live: Sequence[SignedRecord], votes: Mapping[str, int]) -> SignedRecord:
-    """Most votes, then the oldest claim, then any order on which all agree."""
+    """Return the record with most votes, then the oldest claim, then the smallest public key."""
     return min(live, key=lambda record: (-votes[record.owner], record.fence, record.owner))
 
 
 def _num_showing(mine: SignedRecord, said: Mapping[int, Sequence[Refusal | None]], now: float) -> int:
-    """The nodes that show a uid below each of its prefixes, at least; another owner's record shows it as well.
+    """Count the nodes that show a uid to beam searches: the fewest over its prefixes.
 
-    said: by key, what the nodes nearest to it have said about the record.
+    A node shows a uid below a prefix by any owner's live record. said: by key, the answers of its nearest nodes.
     """
 
     def shows(refusal: Refusal | None) -> bool:
@@ -313,10 +330,11 @@ async def open_node(
     alone: bool = False,
     **options: Any,
 ) -> KademliaDiscovery:
-    """A node that listens (listen_on None: does not) and has joined; options: as NodeOptions.
+    """Start a node and join the network of initial_peers -> its KademliaDiscovery; options: as NodeOptions.
 
-    OSError if the port is in use, DiscoveryError if no initial peer answers. identity_path: a file with the key of
-    what it declares, made if it is not there; alone: InUse if another process has it.
+    listen_on: host:port, None to ask only. identity_path: the file of the key pair that owns what is declared, made if
+    it is missing; alone: InUse if another process has locked it. OSError if the port is in use, DiscoveryError if no
+    initial peer answers.
     """
     discovery = _make(initial_peers, listen_on, identity_path, options, alone)
     try:
@@ -330,8 +348,8 @@ async def open_node(
 class DHT(Directory):
     """A node of the DHT in this process: DHT(initial_peers=["host:1338"], start=True).
 
-    listen=False: asks others but keeps nothing for them. Further options: as NodeOptions. Raises
-    DiscoveryError if none of the initial peers answers within join_timeout (5 s); without any it begins a new DHT.
+    Without initial peers it begins a new DHT. listen=False: asks other nodes but keeps no records for them. Further
+    options: as NodeOptions. start() raises DiscoveryError if no initial peer answers within join_timeout (5 s).
     """
 
     def __init__(
@@ -362,37 +380,38 @@ class DHT(Directory):
         return self.node.port
 
     def start(self) -> "DHT":
-        """Joins the network of initial_peers, or begins one -> self."""
+        """Join the network of initial_peers, or begin one -> self."""
+        # twice: the relay and the initial peers have join_timeout each
         loop.run(self.node.start(), self.node.options.join_timeout * 2 + MARGIN)
         return self
 
     def join(self, endpoint: str, timeout: float = 5.0) -> None:
-        """Tells a node of another network that this one exists: the two become one."""
+        """Join another network through one of its nodes, so that the two become one."""
         if not loop.run(self.node.join([endpoint], timeout), timeout + MARGIN):
             raise DiscoveryError(f"no other node answered at {endpoint} within {timeout:.3g} s")
         loop.run(self.node.refresh(), self.node.options.refresh_period + timeout + MARGIN)
 
     def store(self, key: str, value: Any, expiration_time: float, timeout: float = 5.0) -> bool:
-        """Keeps a small value (JSON) of this process under a key until expiration_time -> True if the DHT took it.
+        """Store a small value (JSON) of this process under a key until expiration_time -> True if the DHT took it.
 
-        expiration_time: as time.time(), at most an hour ahead. Values of others under the same key stay beside it; a
-        value of the same identity (identity_path) is replaced.
+        expiration_time: as time.time(), at most an hour ahead. Each identity (identity_path) has one value under a key:
+        storing again replaces it, and values of other identities stay.
         """
         ttl = expiration_time - time.time()
         return loop.run(self._kademlia.store(key, value, ttl, timeout), timeout + MARGIN)
 
     def get(self, key: str, timeout: float = 5.0) -> Value | None:
-        """The value of a key that expires last, None if there is none."""
+        """Return the value of a key that expires last; None without one."""
         found = self.get_all(key, timeout).values()
         return max(found, key=lambda value: (value.expiration_time, value.owner), default=None)
 
     def get_all(self, key: str, timeout: float = 5.0) -> dict[str, Value]:
-        """The live values of a key by the public key of their owner."""
+        """Return the live values of a key by the public key of their owner."""
         return loop.run(self._kademlia.get_values(key, timeout), timeout + MARGIN)
 
     def shutdown(self, timeout: float = 5.0) -> None:
-        """Takes back the experts that were declared here and leaves."""
-        with contextlib.suppress(DiscoveryError):  # nobody is left to tell: the records expire
+        """Withdraw the experts that were declared here, and leave the network."""
+        with contextlib.suppress(DiscoveryError):  # no other node answers: the records expire by themselves
             loop.run(self._kademlia.withdraw_all(timeout), timeout + MARGIN)
         super().shutdown(timeout)
 

@@ -1,10 +1,11 @@
-"""Lookup: from node to node towards keys, always asking the nearest that are known (Kademlia's iterative search).
+"""Search for the nodes nearest to keys: Kademlia's iterative search, for many keys at once.
 
-A node knows most nodes near itself and few far away. So the nodes that it knows nearest to a key know nearer ones, and
-every step at least halves the distance: among n nodes a search takes about log2(n) steps. It ends when the nearest ones
-known have all answered: then nobody nearer is left, unless all of them hide one. ALPHA nodes are asked at a time, for
-one of them may be dead and costs a timeout. A batch has hundreds of keys, so the searches run side by side and share
-calls: a node that is asked for one key is asked for all keys that it is near to.
+    1. begin with the nodes of our table that are nearest to the key
+    2. ask the nearest ones that have not been asked, ALPHA at a time, for nearer ones; one that is dead costs a timeout
+    3. end when the `width` nearest that are known have all answered: no nearer node is left, unless all of them hide it
+A node knows most nodes near itself and few far away, so those nearest to a key know nearer ones, and each step at least
+halves the distance: among n nodes a search takes about log2(n) steps. A batch of tokens has hundreds of keys, so their
+searches run side by side and share calls: a node that is asked for one key is asked for all keys that it is near to.
 """
 
 import asyncio
@@ -19,7 +20,7 @@ from fmoe_ext.remote.dht.storage import Peer
 from fmoe_ext.remote.dht.transport import Unreachable
 
 ALPHA = 3  # nodes asked at a time for one key
-MAX_CANDIDATES = 512  # nodes that one key's search looks at
+MAX_CANDIDATES = 512  # nodes that one key's search considers: answers may name any number of made-up ones
 Ask: TypeAlias = "Callable[[Peer, Sequence[int]], Awaitable[dict[int, Found]]]"
 
 
@@ -36,12 +37,12 @@ class _Candidate:
 
 
 class Search:
-    """The state of one key: finished when the `width` nearest nodes that can be reached have answered."""
+    """The search for one key: finished when the `width` nearest nodes that can be reached have answered."""
 
     def __init__(self, key: int, width: int):
         self.key, self.width = key, width
         self.candidates: dict[int, _Candidate] = {}
-        self._nearest: list[_Candidate] | None = None  # until a candidate comes or fails
+        self._nearest: list[_Candidate] | None = None  # nearest(), cached until a candidate comes or fails
 
     def add(self, peers: Iterable[Peer], hops: int) -> None:
         for peer in peers:
@@ -50,7 +51,7 @@ class Search:
                 self._nearest = None
 
     def fail(self, node_id: int) -> None:
-        """A node cannot be reached: the next one takes its place."""
+        """Leave out a node that cannot be reached; the next nearest takes its place."""
         self.candidates[node_id].state = _State.FAILED
         self._nearest = None
 
@@ -65,12 +66,12 @@ class Search:
         return all(c.state is _State.ANSWERED for c in self.nearest())
 
     def answers(self) -> list[_Candidate]:
-        """The nearest nodes that have answered, nearest first."""
+        """Return those of the nearest nodes that have answered, nearest first."""
         return [c for c in self.nearest() if c.state is _State.ANSWERED]
 
     @property
     def hops(self) -> int:
-        """Number of nodes between us and the nearest, that one included."""
+        """Return how many nodes lie on the way to the nearest one, that one included."""
         return max((c.hops for c in self.answers()[:1]), default=0)
 
 
@@ -83,7 +84,7 @@ async def look_up(ask: Ask, searches: Sequence[Search], own_id: int, timeout: fl
     pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
     try:
         while (left := end - time.monotonic()) > 0:
-            # 1. call the next nodes; one that is called for one key is asked for all keys that it is near to
+            # 1. choose the next nodes of each search, so that ALPHA of its calls are under way
             wanted: dict[Peer, list[int]] = {}
             nearest = [(search, search.nearest()) for search in searches]
             called: set[Peer] = set()
@@ -91,6 +92,7 @@ async def look_up(ask: Ask, searches: Sequence[Search], own_id: int, timeout: fl
                 num_asked = sum(c.state is _State.ASKED for c in near)
                 new = [c.peer for c in near if c.state is _State.NEW]
                 called.update(new[: max(0, ALPHA - num_asked)])
+            # 2. call them, each for all keys that it is near to and has not been asked for
             for search, near in nearest:
                 for candidate in near:
                     if candidate.state is _State.NEW and candidate.peer in called:
@@ -102,7 +104,7 @@ async def look_up(ask: Ask, searches: Sequence[Search], own_id: int, timeout: fl
                     pending[asyncio.ensure_future(ask(peer, some))] = peer, some
             if not pending or all(search.is_finished for search in searches):
                 return
-            # 2. take what has come: the nodes that a node names are candidates, one hop further
+            # 3. take the answers that have come: the nodes that they name are candidates, one hop further
             done, _ = await asyncio.wait(pending, timeout=left, return_when=asyncio.FIRST_COMPLETED)
             for task in [task for task in pending if task in done]:
                 peer, asked = pending.pop(task)
@@ -117,7 +119,7 @@ async def look_up(ask: Ask, searches: Sequence[Search], own_id: int, timeout: fl
                         candidate.state, candidate.found = _State.ANSWERED, found
                         others = (p for p in found.peers if p.node_id != own_id)
                         search.add(others, candidate.hops + 1)
-                    elif answers:  # it had no room for this key
+                    elif answers:  # the answer was full before this key: ask again
                         candidate.state = _State.NEW
                     else:
                         search.fail(peer.node_id)

@@ -1,4 +1,4 @@
-"""fmoe-dht: a node of the DHT that hosts no experts, for others to begin with."""
+"""fmoe-dht: run a node of the DHT that hosts no experts, for others to join; it can be a relay, or use one, too."""
 
 import argparse
 import logging
@@ -19,7 +19,7 @@ log = logging.getLogger("fmoe_ext.remote")
 
 @dataclass(frozen=True)
 class _Command:
-    """The flags of fmoe-dht that are no options of a node."""
+    """The flags of fmoe-dht that are not options of a node."""
 
     identity_path: Path | None = flag(None, "a file with this node's key, made if it is not there")
     stats_report_interval: float = flag(60.0, "seconds between progress lines; 0: none", type=NOT_NEGATIVE)
@@ -36,7 +36,7 @@ class _Command:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT."""
+    """Run until SIGTERM or SIGINT -> 0, or CANNOT if it cannot start."""
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
     flags = Parser("fmoe-dht", NodeOptions, _Command, description=__doc__ or "").read(arguments)
     protocol.allow_more_files()
@@ -55,6 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 async def _open(flags: argparse.Namespace) -> tuple[KademliaDiscovery, list[Relay | Attachment]]:
+    # the relay first: this node, or the exposed server, may use it
     services: list[Relay | Attachment] = []
     if flags.relay_on:
         relay = Relay(RelayOptions(flags.relay_token))

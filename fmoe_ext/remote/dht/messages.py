@@ -1,11 +1,12 @@
-"""Messages between nodes: JSON whose every part is bounded before it is believed.
+"""Encode and decode the messages between DHT nodes: JSON, of which each part is checked and bounded before it is used.
 
-Ping {}                 -> {}
-Find {keys}             -> {found: {key: {peers, records}}}   keys are left out when the answer becomes too long
-Store {items}           -> {refused: [null or {reason, record}]}
-Each way with the sender's id and the network's time there; a request with the endpoint at which the sender listens
-("" for nowhere, ":port" for "the address you see") and a nonce. An answer is sealed: the public key of the node, from
-which its id follows, and a signature of the nonce and the answer stand before it.
+    Ping {}        -> {}
+    Find {keys}    -> {found: {key: {peers, records}}}      keys are left out when the answer becomes too long
+    Store {items}  -> {refused: [null or {reason, record}]}  one entry an item; null: it is kept
+    every message  {id, time}         the sender's id, and the network's time as the sender has it
+    every request  {endpoint, nonce}  where the sender listens: "" for nowhere, ":port" for "the address that you see"
+An answer is *sealed*: before its JSON stand the node's public key (32 bytes), from which its id follows, and a
+signature of the nonce and the answer (64 bytes). So a node can answer neither in another's name nor by an old answer.
 """
 
 import functools
@@ -39,25 +40,25 @@ METHODS = (PING, FIND, STORE)
 MAX_KEYS = 64  # in one Find
 MAX_ITEMS = 64  # in one Store
 MAX_ANSWER_BYTES = 8 << 20  # one prefix with as many experts as it may have
-FULL_ANSWER_BYTES = 1 << 20  # beyond which no further key is answered
+FULL_ANSWER_BYTES = 1 << 20  # of an answer, beyond which it has no further key
 MAX_REQUEST_BYTES = 512 << 10
-MAX_REASON = 300
-MAX_KNOWN_PEERS = 4096
+MAX_REASON = 300  # characters
+MAX_KNOWN_PEERS = 4096  # whose id and endpoint are not parsed again
 _DOMAIN, _SEAL_BYTES = b"fmoe.dht.answer.1\0", 32 + 64
 _PORT = re.compile(r":[0-9]{1,5}")
 
 
 class BadMessage(ValueError):
-    """A message is not what it must be; the text says what is wrong with it."""
+    """A message cannot be decoded; the text says what is wrong with it."""
 
 
 @dataclass(frozen=True)
 class Header:
-    """The beginning of each message."""
+    """The part that every message has."""
 
     node_id: int  # of the sender
     time: float  # the network's, as the sender has it
-    endpoint: str = ""  # where the sender listens
+    endpoint: str = ""  # of a request: where the sender listens
 
 
 @dataclass(frozen=True)
@@ -65,11 +66,11 @@ class Found:
     """The answer of one node for a key."""
 
     peers: Sequence[Peer] = ()  # the nearest to the key that it knows
-    records: Sequence[SignedRecord] = ()  # that it keeps there
+    records: Sequence[SignedRecord] = ()  # that it keeps under the key
 
 
 class Item(NamedTuple):
-    """A key and what shall lie there."""
+    """A record, and the key under which to keep it."""
 
     key: int
     record: SignedRecord
@@ -79,7 +80,7 @@ class Item(NamedTuple):
 class Request:
     header: Header
     keys: Sequence[int] = ()
-    items: Sequence[Item | str] = ()  # a text: why that item cannot be kept
+    items: Sequence[Item | str] = ()  # a text instead of an item says why it cannot be kept
     nonce: str = ""  # up to 32 hexadecimal digits
 
 
@@ -122,12 +123,12 @@ def encode_answer(answer: Answer) -> bytes:
 
 
 def seal(answer: bytes, nonce: str, identity: Identity) -> bytes:
-    """An answer with the key of its node and a signature that holds for one request."""
+    """Put the node's public key and a signature, which holds for one request, before an answer."""
     return bytes.fromhex(identity.public) + identity.sign_bytes(_sealed(answer, nonce)) + answer
 
 
 def unseal(data: bytes, nonce: str) -> Answer:
-    """The answer of the node that holds the key of its id; BadMessage if nobody signed it for this request."""
+    """Return a sealed answer; BadMessage unless the node with the answer's id has signed it for this request."""
     public, signature, answer = data[:32], data[32:_SEAL_BYTES], data[_SEAL_BYTES:]
     if len(signature) != 64 or not is_signed(public, signature, _sealed(answer, nonce)):
         raise BadMessage("an answer must be signed by its node, for the request that it answers")
@@ -142,7 +143,7 @@ def _sealed(answer: bytes, nonce: str) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """The request in bytes from anywhere; BadMessage if it is none."""
+    """Return the request in bytes from anywhere; BadMessage if it is none."""
     body = _load(data, MAX_REQUEST_BYTES)
     endpoint, nonce = body.get("endpoint"), body.get("nonce", "")
     is_port = isinstance(endpoint, str) and _PORT.fullmatch(endpoint) and 0 < int(endpoint[1:]) < 1 << 16
@@ -160,7 +161,7 @@ def decode_request(data: bytes) -> Request:
         key = _load_id(value[0])
         try:
             items.append(Item(key, _load_record(value[1:])))
-        except BadRecord as error:  # the others may be kept
+        except BadRecord as error:  # this item is refused, the others may be kept
             items.append(str(error)[:MAX_REASON])
     if not isinstance(nonce, str) or not re.fullmatch(r"[0-9a-f]{0,32}", nonce):
         raise BadMessage(f"a nonce has at most 32 hexadecimal digits, but got {str(nonce)[:100]!r}")
@@ -168,7 +169,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """The answer in bytes from anywhere; BadMessage if it is none. A forged record in it has no effect at all."""
+    """Return the answer in bytes from anywhere; BadMessage if it is none. Forged records in it are left out."""
     body = _load(data, MAX_ANSWER_BYTES)
     found = body.get("found", {})
     if not isinstance(found, dict) or len(found) > MAX_KEYS:
@@ -239,7 +240,7 @@ def _list(name: str, value: Any, max_length: int) -> list[Any]:
 
 
 def _load_record(value: Any) -> SignedRecord:
-    """BadRecord if the record is bad, BadMessage if it is none."""
+    """Return the record; BadMessage if it is no pair of texts, BadRecord if they are no record."""
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise BadMessage("a record must be [payload, signature]")
     return read_record(*value)
@@ -247,7 +248,7 @@ def _load_record(value: Any) -> SignedRecord:
 
 @functools.lru_cache(MAX_KNOWN_PEERS)
 def _peer(node_id: str, endpoint: str) -> Peer:
-    """The node; answers name the same ones again and again."""
+    """Return the node; cached, because answers name the same nodes again and again."""
     try:
         return Peer(_load_id(node_id), check_endpoint(endpoint))
     except BadRecord as error:
@@ -255,7 +256,7 @@ def _peer(node_id: str, endpoint: str) -> Peer:
 
 
 def _genuine(records: Sequence[Any]) -> tuple[SignedRecord, ...]:
-    """The records that their owners signed; a forged one has no effect at all."""
+    """Return the records that their owners have signed; leave forged ones out."""
     genuine = []
     for value in records:
         try:

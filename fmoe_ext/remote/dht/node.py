@@ -1,6 +1,11 @@
-"""KademliaNode: one node of the DHT. It knows some others, finds the rest through them, and keeps records for all.
+"""KademliaNode: one node of the DHT, which answers other nodes, searches through them, and keeps records for all.
 
-Only a node that has answered at its endpoint is believed to be there: what others say about it is a hint.
+    start() / join()   call the initial peers, then search for ids at every distance to fill the routing table
+    handle()           answer Ping, Find and Store of others (messages.py)
+    find() / put()     search for the nodes nearest to keys (lookup.py), and store records at them
+    _maintain()        every refresh_period drop what has expired, call nodes that may be gone, and search again
+Only a node that has answered at its endpoint gets into the routing table. What others say about it is a hint: a
+stranger that asks something and names its endpoint is called back there first.
 """
 
 import asyncio
@@ -26,8 +31,8 @@ from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
 log = logging.getLogger("fmoe_ext.remote.dht")
 REPLICAS = 8  # nodes that keep each record
 MAX_GREETED = 64  # strangers that are called back at a time
-MAX_LOST = 64  # endpoints of forgotten nodes that are tried again when nobody else is left
-UNREACHABLE = "for hosts that nobody can reach"  # the title of flags
+MAX_LOST = 64  # endpoints of forgotten nodes, which are tried again when no other node is left
+UNREACHABLE = "for hosts that nobody can reach"  # title of a group of flags
 RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
 
@@ -60,23 +65,23 @@ class NodeOptions:
 
 @dataclass(frozen=True)
 class Holder:
-    """One of the nodes nearest to a key."""
+    """One of the nodes nearest to a key, and what it keeps there."""
 
     peer: Peer | None  # None: this node itself
-    records: Sequence[SignedRecord]  # what lies there
+    records: Sequence[SignedRecord]  # that it has under the key
 
 
 @dataclass(frozen=True)
 class Nearby:
-    """The nodes nearest to a key."""
+    """The result of a search: the nodes nearest to a key."""
 
-    holders: Sequence[Holder]
-    is_complete: bool  # no nearer one is left that has not been asked
-    hops: int  # nodes between us and the nearest, that one included
+    holders: Sequence[Holder]  # nearest first
+    is_complete: bool  # False: time was up, and a nearer node may not have been asked
+    hops: int  # nodes on the way to the nearest, that one included
 
 
 class KademliaNode:
-    """start() before anything else, close() at the end; everything on one event loop."""
+    """A node of the DHT: start() before anything else, close() at the end, everything on one event loop."""
 
     def __init__(
         self,
@@ -92,12 +97,13 @@ class KademliaNode:
         self.initial_peers = [check_peer(endpoint) for endpoint in self.options.initial_peers]
         self.node_id = node_id_of(self._identity.public)
         self.table = RoutingTable(self.node_id)
-        self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes
+        self.lost: OrderedDict[str, None] = OrderedDict()  # endpoints of forgotten nodes, oldest first
         self.greeting: dict[str, asyncio.Task[None]] = {}  # calls back to strangers, by endpoint
-        self.announced = ""  # where others find this node
-        self.attachment: Attachment | None = None  # to a relay, which then announces it
+        # endpoint in requests; ":port" for the address that others see, "" if it does not listen
+        self.announced = ""
+        self.attachment: Attachment | None = None  # to a relay, whose endpoint is then announced instead
         self.store = RecordStore(self.options.max_records)
-        self.port: int | None = None
+        self.port: int | None = None  # None: does not listen
         self._maintenance: asyncio.Task[None] | None = None
 
     @property
@@ -107,7 +113,8 @@ class KademliaNode:
     # ---------------------------------------------------------------- life
 
     async def start(self) -> None:
-        """Listens and joins; DiscoveryError if not one initial peer answers within join_timeout."""
+        """Listen and join; OSError if the port is in use, DiscoveryError if no initial peer answers in join_timeout."""
+        # 1. a port, and a relay's in front of it
         if self.options.listen_on is not None:
             self.port = await self.transport.serve(self.options.listen_on, self.handle)
             self.announced = self.options.announce or f":{self.port}"
@@ -116,11 +123,12 @@ class KademliaNode:
                 target = f"{reachable_here(self.options.listen_on)}:{self.port}"
                 self.attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
                 await self.attachment.start(self.options.join_timeout)
+            # 2. the initial peers, and through them nodes at every distance
             if self.initial_peers:
                 self.clock.is_joining = True
                 timeout, peers = self.options.join_timeout, self.initial_peers
                 end = time.monotonic() + timeout
-                # half of the time at most for one round: a peer that starts a moment later is found by the next
+                # at most half of the time for one round, so that the next one finds peers that start a moment later
                 while not await self.join(peers, max(0.1, min(timeout / 2, end - time.monotonic()))):
                     if time.monotonic() + RETRY_PAUSE >= end:
                         raise DiscoveryError(
@@ -152,14 +160,15 @@ class KademliaNode:
         await self.transport.close()
 
     async def join(self, endpoints: Iterable[str], timeout: float) -> int:
-        """Makes itself known to nodes by their addresses -> how many answered. Two networks become one that way."""
+        """Call nodes at their endpoints -> how many answered. They learn of this node, so two networks become one."""
         calls = (self.ping(Peer(-1, endpoint), timeout) for endpoint in endpoints)
         return sum(1 for peer in await asyncio.gather(*calls) if peer is not None)
 
     async def refresh(self) -> None:
-        """Forgets what has expired, calls who may be gone, and looks for new nodes at every distance."""
+        """Forget expired records, call nodes that may be gone, and search for new ones at every distance."""
         self.store.purge(self.clock.now())
         timeout = self.options.call_timeout
+        # initial peers that were forgotten, as after a partition; without any node left, all forgotten ones
         known = {peer.endpoint for peer in self.table}
         again = [endpoint for endpoint in self.initial_peers if endpoint not in known]
         again += list(self.lost) if not known else []
@@ -169,17 +178,17 @@ class KademliaNode:
 
     async def _maintain(self) -> None:
         while True:
-            # nodes that were started together shall not search together for ever
+            # a random pause, so that nodes which were started together do not search at the same moments for ever
             await asyncio.sleep(self.options.refresh_period * self.rng.uniform(0.8, 1.2))
             try:
                 await self.refresh()
-            except Exception:  # a node whose maintenance ends dies slowly and silently
+            except Exception:  # without maintenance a node would lose its neighbours one by one, unnoticed
                 log.exception("the DHT node's maintenance failed, it goes on")
 
     # ---------------------------------------------------------------- the nodes that this one knows
 
     async def ping(self, peer: Peer, timeout: float, header: Header | None = None) -> Peer | None:
-        """The node at an endpoint (id -1: any); None if none answers, or if it is this node itself."""
+        """Call a node -> who answers at its endpoint; None if no node does, or this one. peer.node_id -1: any node."""
         try:
             answer = await self.call(peer, messages.PING, Request(header or self._header()), timeout)
         except Unreachable:
@@ -187,7 +196,11 @@ class KademliaNode:
         return Peer(answer.header.node_id, peer.endpoint)
 
     async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """One call; a node that answers is remembered, one that fails twice is forgotten."""
+        """Send a request -> the sealed answer. A node that answers is remembered, one that fails twice is forgotten.
+
+        Unreachable if there is no valid answer, or if another node than peer.node_id (-1: any) answers.
+        """
+        # the answer's signature covers the nonce, so an old answer cannot be sent again
         nonce, sent = secrets.token_hex(16), self.clock.local()
         try:
             data = messages.encode_request(replace(request, nonce=nonce))
@@ -200,6 +213,7 @@ class KademliaNode:
             raise Unreachable(f"{peer.endpoint} is this node itself")
         received = self.clock.local()
         self.table.heard(replace(peer, node_id=node_id))
+        # clocks are compared by address and not by id, because ids cost nothing
         address = await self.transport.address(peer.endpoint)
         self.clock.hear(address, answer.header.time, sent, received)
         if peer.node_id not in (-1, node_id):
@@ -220,23 +234,24 @@ class KademliaNode:
     # ---------------------------------------------------------------- what others ask
 
     async def handle(self, method: str, data: bytes, host: str) -> bytes:
-        """The answer to one request from a host; BadMessage if it makes no sense."""
+        """Answer one request of a host; BadMessage if it cannot be read."""
         request = messages.decode_request(data)
         sender, endpoint = request.header.node_id, request.header.endpoint
         endpoint = f"{host}{endpoint}" if endpoint.startswith(":") else endpoint
 
         async def greet() -> None:
-            # without our endpoint: two nodes would greet each other for ever
+            # without our endpoint, or the stranger would call us back in turn, and so on for ever
             header = Header(self.node_id, self.clock.now())
             try:
                 await self.ping(Peer(-1, endpoint), self.options.call_timeout, header)
             finally:
                 self.greeting.pop(endpoint, None)
 
-        # a stranger who says where it listens is called back: only who answers there is believed
+        # 1. a stranger that says where it listens is called back, if the table has room for it
         is_wanted = endpoint and self.table.has_room_for(sender) and endpoint not in self.greeting
         if is_wanted and len(self.greeting) < MAX_GREETED:
             self.greeting[endpoint] = asyncio.create_task(greet())
+        # 2. the answer
         answer = Answer(Header(self.node_id, self.clock.now()))
         if method == messages.FIND:
             found: dict[int, Found] = {}
@@ -244,9 +259,10 @@ class KademliaNode:
             for key in request.keys:
                 peers = [p for p in self.table.closest(key) if p.node_id != sender]
                 found[key] = Found(peers, self.store.find(key, self.clock.now()))
-                size += 200 + sum(120 + len(p.endpoint) for p in peers)  # about, and the records' own bytes
+                # an estimate of the JSON: 200 bytes a key, 120 a peer, and the records
+                size += 200 + sum(120 + len(p.endpoint) for p in peers)
                 size += sum(map(size_in_answer, found[key].records))
-                # who asks sees which keys are missing, and asks for them again
+                # the other keys are missing in the answer, and are asked for again (lookup.py)
                 if size > messages.FULL_ANSWER_BYTES:
                     break
             answer = replace(answer, found=found)
@@ -260,7 +276,7 @@ class KademliaNode:
     # ---------------------------------------------------------------- what we ask others
 
     async def find(self, keys: Sequence[int], timeout: float) -> dict[int, Nearby]:
-        """The nodes nearest to each key, and the records that lie there; what is known when time is up."""
+        """Search for the nodes nearest to each key, and their records there -> {key: what is known when time is up}."""
         searches = [Search(key, self.options.replicas) for key in dict.fromkeys(keys)]
         for search in searches:
             search.add(self.table.closest(search.key), hops=1)
@@ -274,9 +290,9 @@ class KademliaNode:
         near = {}
         for search in searches:
             holders = [Holder(c.peer, tuple(c.found.records)) for c in search.answers()]
-            if self.is_serving:
+            if self.is_serving:  # this node is one of them, if it is near enough
                 holders.append(Holder(None, tuple(self.store.find(search.key, self.clock.now()))))
-            # XOR is Kademlia's distance: every node orders the others by it in the same way
+            # XOR is Kademlia's distance; no two nodes have the same one to a key
             distances = {(at.peer.node_id if at.peer else self.node_id) ^ search.key: at for at in holders}
             nearest = [distances[distance] for distance in sorted(distances)]
             near[search.key] = Nearby(nearest[: self.options.replicas], search.is_finished, search.hops)
@@ -285,8 +301,11 @@ class KademliaNode:
     async def put(
         self, placed: Mapping[Peer | None, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
-        """Stores items at nodes (None: here) -> for each a refusal or None an item; a node that is gone refuses all."""
-        limit = min(timeout, self.options.call_timeout)
+        """Store items at nodes (None: here) -> for each node a list with a Refusal, or None if kept, an item.
+
+        A node that cannot be reached refuses all.
+        """
+        end = time.monotonic() + timeout
 
         async def put_at(peer: Peer | None, items: Sequence[Item]) -> list[Refusal | None]:
             if peer is None:
@@ -294,7 +313,10 @@ class KademliaNode:
             refused: list[Refusal | None] = []
             for first in range(0, len(items), messages.MAX_ITEMS):
                 some = items[first : first + messages.MAX_ITEMS]
+                limit = min(end - time.monotonic(), self.options.call_timeout)
                 try:
+                    if limit <= 0:
+                        raise Unreachable(f"{peer.endpoint}: no time was left to store at it")
                     answer = await self.call(peer, messages.STORE, Request(self._header(), items=some), limit)
                     if len(answer.refused) != len(some):
                         text = f"{peer.endpoint} answered {len(answer.refused)} of {len(some)} items"
@@ -308,13 +330,13 @@ class KademliaNode:
 
 
 def reachable_here(listen_on: str | None) -> str:
-    """The address under which this host itself reaches what listens there."""
+    """Return the address by which this host reaches its own port: 127.0.0.1 for 0.0.0.0, [::1] for [::]."""
     host = (listen_on or "").rpartition(":")[0]
     return {"0.0.0.0": "127.0.0.1", "[::]": "[::1]", "": "127.0.0.1"}.get(host, host)
 
 
 def check_peer(endpoint: str) -> str:
-    """endpoint, if it is host:port; ValueError otherwise."""
+    """Return endpoint if it is host:port or [IPv6]:port; ValueError otherwise."""
     try:
         return check_endpoint(endpoint)
     except BadRecord as error:

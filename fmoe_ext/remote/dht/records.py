@@ -1,13 +1,14 @@
-"""Records that every node may carry and only their owner can write: signed with ed25519, ordered, mortal.
+"""Sign and read the DHT's records, which every node may carry and only their owner can write.
 
-A record says "this expert is at this endpoint until then". It lies under the key of its uid, and under the key of
-each prefix of the uid, which is how beam search finds it. The signed bytes themselves are sent, because two programs
-may write the same JSON in different ways.
-    sequence  orders the records of one owner: the greater one holds, and an old copy cannot come back
-    fence     is when the owner claimed the uid: of two owners with equally many nodes behind them the older one wins
-    expires   ends the record, by the time on which the network agrees; who wants to keep a uid signs anew before that
-A small value for programs (DHT.store) is a record too: its metadata holds the value, and its uid follows from the key
-and the owner, so that nobody can write in another owner's place.
+A record says "this expert is at this endpoint until then", signed with ed25519. It lies under the key of its uid, and
+under the key of each prefix of the uid, which is how beam search finds it.
+    sequence  orders the records of one owner for a uid: the greatest counts, so an old copy cannot come back
+    fence     when the owner claimed the uid: of two owners with equally many votes the older claim wins
+    expires   ends the record, by the network's time (clock.py); an owner that keeps a uid signs anew before that
+The signed bytes themselves are sent, and not the fields, because two programs may write the same JSON differently.
+
+A small value for programs (DHT.store) is a record too. Its metadata hold the value, and its uid follows from the key
+and the owner, so that no owner can write in the place of another one.
 """
 
 import functools
@@ -27,16 +28,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey,
 from fmoe_ext.remote.discovery import MAX_COORDINATE, MAX_UID_LENGTH, check_uid, prefixes_of
 from fmoe_ext.remote.security import check_private, lock_file
 
-ID_BITS = 256
-MAX_RECORD_BYTES = 2048
+ID_BITS = 256  # of nodes' ids and of keys: SHA-256
+MAX_RECORD_BYTES = 2048  # of the signed JSON
 MAX_TTL = 3600.0  # seconds that a record may live
-MAX_SKEW = 60.0  # seconds that two clocks of one network may differ after they were compared
-MAX_METADATA, MAX_METADATA_TEXT = 16, 256
+MAX_SKEW = 60.0  # seconds that two nodes' ideas of the network's time may differ
+MAX_METADATA, MAX_METADATA_TEXT = 16, 256  # entries; characters of a key or a value
 MAX_ENDPOINT_LENGTH = 255
-_DOMAIN = b"fmoe.dht.record.1\0"
+_DOMAIN = b"fmoe.dht.record.1\0"  # before the signed bytes: a signature of anything else is no record's
 _FIELDS = frozenset(("uid", "endpoint", "owner", "fence", "sequence", "expires", "metadata"))
 _ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
-_VERIFIED = 8192  # records whose signature need not be looked at again
+_VERIFIED = 8192  # records whose signature is not checked again
 
 
 class BadRecord(ValueError):
@@ -45,7 +46,7 @@ class BadRecord(ValueError):
 
 @dataclass(frozen=True)
 class SignedRecord:
-    """The place of an expert, by the word of `owner`. endpoint "": nowhere any more, it was withdrawn."""
+    """The place of an expert, as its owner says. endpoint "": the claim was withdrawn."""
 
     uid: str
     endpoint: str
@@ -66,7 +67,7 @@ class SignedRecord:
 
 
 class Identity:
-    """The key pair of an owner. Kept in a file, a server that restarts still owns what it owned."""
+    """The key pair of an owner. If it is kept in a file, a server that restarts still owns its uids."""
 
     def __init__(self, seed: bytes | None = None):
         self._key = Ed25519PrivateKey.from_private_bytes(os.urandom(32) if seed is None else seed)
@@ -75,10 +76,11 @@ class Identity:
 
     @classmethod
     def at(cls, path: Path, alone: bool = False) -> "Identity":
-        """The identity that a file of 32 bytes holds; it is made, readable by its owner alone, if there is none.
+        """Return the identity in a file of 32 bytes, which is made, readable by its owner alone, if it is missing.
 
         alone: locks the file until unlock(); InUse if another process has locked it.
         """
+        # O_EXCL: a key that is there is never overwritten
         try:
             with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
                 file.write(os.urandom(32))
@@ -94,7 +96,7 @@ class Identity:
         return identity
 
     def unlock(self) -> None:
-        """Lets another process use the file of the identity."""
+        """Let other processes use the file of the identity."""
         if self._locked is not None:
             os.close(self._locked)
             self._locked = None
@@ -108,7 +110,7 @@ class Identity:
         expires: float,
         metadata: Mapping[str, str] | None = None,
     ) -> SignedRecord:
-        """A record of this owner; ValueError for one that nobody would keep."""
+        """Make a record of this owner; ValueError for one that no node would keep."""
         values = {
             "uid": uid,
             "endpoint": endpoint,
@@ -119,17 +121,19 @@ class Identity:
             "metadata": dict(metadata or {}),
         }
         payload = json.dumps(values, separators=(",", ":"), sort_keys=True)
+        # read as from anywhere, which checks every field
         return read_record(payload, self.sign_bytes(_DOMAIN + payload.encode()).hex())
 
     def sign_bytes(self, data: bytes) -> bytes:
-        """The signature of bytes that begin with the domain they belong to."""
+        """Return the signature of bytes, which begin with a domain such as _DOMAIN."""
         return self._key.sign(data)
 
 
 # Cached by its bytes: every answer to a search repeats records, and checking a signature is slow.
 @functools.lru_cache(_VERIFIED)
 def read_record(payload: str, signature: str) -> SignedRecord:
-    """The record in bytes from anywhere; BadRecord unless every field is in bounds and its owner signed them."""
+    """Return the record in a payload from anywhere; BadRecord if a field is out of bounds or it is not signed."""
+    # 1. JSON with these fields
     if len(payload) > MAX_RECORD_BYTES:
         raise BadRecord(f"a record has at most {MAX_RECORD_BYTES} characters, but got {len(payload)}")
     try:
@@ -138,6 +142,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         raise BadRecord("a record must be JSON") from None
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
+    # 2. each field
     try:
         uid = check_uid(values["uid"])
     except ValueError as error:
@@ -158,6 +163,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
     for key, text in metadata.items():
         if not isinstance(text, str) or max(len(key), len(text)) > MAX_METADATA_TEXT:
             raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
+    # 3. the signature, last because it takes longest
     owner, counts = values["owner"], (values["fence"], values["sequence"])
     if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
         raise BadRecord(f"the record of {uid} is not signed by its owner")
@@ -174,7 +180,7 @@ def is_signed(public: bytes, signature: bytes, data: bytes) -> bool:
 
 
 def check_endpoint(endpoint: Any, may_be_empty: bool = False) -> str:
-    """endpoint, if it is host:port or [IPv6]:port; BadRecord otherwise."""
+    """Return endpoint if it is host:port or [IPv6]:port; BadRecord otherwise."""
     if may_be_empty and endpoint == "":
         return ""
     match = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
@@ -184,23 +190,23 @@ def check_endpoint(endpoint: Any, may_be_empty: bool = False) -> str:
 
 
 def node_id_of(public: str) -> int:
-    """The id of the node that holds a key: nobody chooses it freely."""
+    """Return the id of the node with a public key. It is a hash: a node cannot choose it freely."""
     return _hash(f"node {public}")
 
 
 def uid_key(uid: str) -> int:
-    """The key of the record of an expert."""
+    """Return the key under which the record of an expert lies."""
     return _hash(f"uid {uid}")
 
 
 def prefix_key(prefix: str) -> int:
-    """The key of the records of all experts below a prefix."""
+    """Return the key under which the records of all experts below a prefix lie."""
     return _hash(f"prefix {prefix}")
 
 
 @functools.lru_cache(_VERIFIED)
 def places_of(uid: str) -> Mapping[int, str | None]:
-    """Every key under which the records of a uid lie: its own (None), and the keys of its prefixes."""
+    """Return every key under which records of a uid lie: its own, with None, and those of its prefixes, with these."""
     assert len(uid) <= MAX_UID_LENGTH
     return {uid_key(uid): None} | {prefix_key(prefix): prefix for prefix, _ in prefixes_of(uid)}
 
@@ -210,37 +216,37 @@ def _hash(text: str) -> int:
 
 
 MAX_VALUE = 1024  # characters of a value as JSON
-ENDPOINT = "value:1"  # of records that lead to no server
-_KIND = "value::"
+ENDPOINT = "value:1"  # of records that are values: a record without an endpoint would be a withdrawal
+_KIND = "value::"  # begins the uids of values
 
 
 @dataclass(frozen=True)
 class Value:
-    """A value, the time.time() at which it expires, and the public key of its owner."""
+    """A value that DHT.store has stored."""
 
     value: Any
-    expiration_time: float
-    owner: str
+    expiration_time: float  # as time.time()
+    owner: str  # public key
 
 
 def value_prefix(key: str) -> str:
-    """The prefix below which the values of a key lie."""
+    """Return the prefix below which all owners' values of a key lie."""
     return _KIND + hashlib.sha256(key.encode()).hexdigest()[:32]
 
 
 def value_uid(key: str, owner: str) -> str:
-    """The uid of an owner's value."""
+    """Return the uid of an owner's value."""
     return f"{value_prefix(key)}.{_coordinate(owner)}"
 
 
 def is_misplaced(uid: str, owner: str) -> bool:
-    """True for a value in a place that belongs to another owner."""
+    """True if the uid is that of another owner's value."""
     prefix, _, coordinate = uid.partition(".")
     return prefix.startswith(_KIND) and coordinate != str(_coordinate(owner))
 
 
 def dump_value(value: Any) -> dict[str, str]:
-    """A value as the metadata of a record; ValueError for one that is too large or no JSON."""
+    """Return a value as metadata of a record: its JSON in pieces "0", "1", ...; ValueError if too large or no JSON."""
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -252,7 +258,7 @@ def dump_value(value: Any) -> dict[str, str]:
 
 
 def load_value(record: SignedRecord, expires: float) -> Value | None:
-    """The value in a record; None if there is none."""
+    """Return the value in a record; None if there is none."""
     metadata: Mapping[str, str] = record.metadata
     text = "".join(metadata.get(str(n), "") for n in range(len(metadata)))
     try:

@@ -1,11 +1,13 @@
-"""Relay: a meeting place for hosts that nobody can reach; bytes pass through it, unread.
+"""Relay: let hosts behind firewalls be called. Relay runs where all can reach it, Attachment at such a host.
 
-A host behind a firewall keeps one connection open to a relay, which opens a port for it. Who calls that port is
-announced to the host, which answers by a second connection; the relay joins the two. TLS stays between the ends.
+The host keeps one control connection open to the relay, which opens a port for it. Of each call to that port the relay
+sends the host an id; the host answers it by a new connection, and the relay passes bytes between the two, unread, so
+that TLS stays between the ends:
+    caller ---- port of relay ==== new connection ---- Attachment ---- target port of the host
 Each line of the protocol is JSON of at most MAX_LINE bytes:
-    host -> relay   {"attach": token, "port": wanted or 0}      relay -> host   {"port": opened} or {"error": text}
-    relay -> host   {"call": id}                                host -> relay   {"accept": id} on a new connection
-    host -> relay   {} now and then
+    control connection   host -> relay  {"attach": token, "port": wanted or 0}, then {} every ALIVE_EVERY seconds
+                         relay -> host  {"port": opened} or {"error": text}, then {"call": id} for each call
+    new connection       host -> relay  {"accept": id}, then the bytes of the call both ways
 """
 
 import asyncio
@@ -19,11 +21,13 @@ from typing import Any, TypeAlias
 
 from fmoe_ext.remote.discovery import DiscoveryError
 
-MAX_LINE = 512
-CHUNK = 64 << 10
-PATIENCE = 10.0  # seconds for a line that is due
-ALIVE_EVERY, SILENT_FOR = 5.0, 20.0  # seconds between signs of life; without one a host is gone
-RETRY_PAUSE = 1.0
+MAX_LINE = 512  # bytes of a line of the protocol
+CHUNK = 64 << 10  # bytes read at a time
+# seconds for the first line of a connection, for the answer to it, and for a host to accept a call
+PATIENCE = 10.0
+# seconds between signs of life of a host, and without one until it counts as gone
+ALIVE_EVERY, SILENT_FOR = 5.0, 20.0
+RETRY_PAUSE = 1.0  # seconds before a host attaches again
 
 Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
 
@@ -32,19 +36,19 @@ Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
 class RelayOptions:
     """Options of a relay."""
 
-    token: str = ""  # what hosts must know to be let in
+    token: str = ""  # that hosts must show
     max_hosts: int = 64
-    max_connections: int = 256  # of each host
+    max_connections: int = 256  # to each host
     bytes_per_second: float = float("inf")  # of each direction of a connection
     idle: float = 600.0  # seconds without a byte after which a connection is closed
 
 
 @dataclass
 class _Call:
-    """A call from outside."""
+    """A call to a host's port."""
 
-    accepted: asyncio.Future[Streams]  # the connection that its host has made for it
-    ended: asyncio.Event  # until then that connection stays open
+    accepted: asyncio.Future[Streams]  # set to the connection that the host makes for it
+    ended: asyncio.Event  # set when the call is over, so that _welcome() may close that connection
 
 
 class Relay:
@@ -59,11 +63,11 @@ class Relay:
         self._host = ""
 
     async def start(self, listen_on: str) -> int:
-        """Listens -> the port; OSError if it is in use."""
+        """Listen -> the port; OSError if it is in use."""
         self._host, port = _split(listen_on)
 
         def accept(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-            # a task of ours, that close() ends
+            # asyncio would run a coroutine here as a task of its own, which close() could not end
             _keep(self._tasks, _closing(writer, self._welcome(reader, writer)))
 
         self._server = await asyncio.start_server(accept, self._host, port)
@@ -78,8 +82,9 @@ class Relay:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _welcome(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """A connection of a host: the answer to a call from outside, or the one by which it attaches."""
+        """Serve a connection that a host has made: to accept a call, or to attach."""
         line = await _read(reader, PATIENCE)
+        # 1. {"accept": id}: _join() passes bytes on; keep the connection until it is done
         call = self._waiting.pop(str(line.get("accept")), None)
         if call is not None and not call.accepted.done():
             call.accepted.set_result((reader, writer))
@@ -87,7 +92,7 @@ class Relay:
             return
         if "attach" not in line:
             return
-        # in constant time, or the token could be guessed byte by byte
+        # 2. {"attach": token}; compared in constant time, or the token could be guessed byte by byte
         if not hmac.compare_digest(str(line["attach"]).encode(), self.options.token.encode()):
             return await _write(writer, {"error": "the relay asks for another token"})
         if self.num_hosts >= self.options.max_hosts:
@@ -104,26 +109,29 @@ class Relay:
             calls.add(task)
             task.add_done_callback(calls.discard)
 
+        # 3. a port for it; those below 1024 are for the system's own services
         wanted = line.get("port")
         port = wanted if type(wanted) is int and 1024 <= wanted < 1 << 16 else 0
+        server: asyncio.Server | None = None
         try:
-            server = await asyncio.start_server(accept, self._host, port)
-        except OSError:  # the port that it had before is taken: any other, which it then announces
-            server = await asyncio.start_server(accept, self._host, 0)
-        try:
+            try:
+                server = await asyncio.start_server(accept, self._host, port)
+            except OSError:  # the port that it had before is taken: another one, which it then announces
+                server = await asyncio.start_server(accept, self._host, 0)
             await _write(writer, {"port": server.sockets[0].getsockname()[1]})
-            while True:
+            while True:  # until it is silent or hangs up, which ends this by an error (_closing)
                 await _read(reader, SILENT_FOR)
         finally:
             self.num_hosts -= 1
-            server.close()
+            if server is not None:
+                server.close()
             for call_from_outside in calls:
                 call_from_outside.cancel()
 
     async def _join(
         self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter, control: asyncio.StreamWriter
     ) -> None:
-        """One call from outside: has the host called back and passes bytes on."""
+        """Serve a call to a host's port: have the host make a connection for it, and pass bytes on between the two."""
         name, call = secrets.token_hex(16), _Call(asyncio.get_running_loop().create_future(), asyncio.Event())
         self._waiting[name] = call
         try:
@@ -136,17 +144,17 @@ class Relay:
 
 
 class Attachment:
-    """A host's end: what listens at `target` here can be called at `endpoint`, while this lives."""
+    """A host's end of a relay: while it runs, what listens at `target` here can be called at `endpoint`."""
 
     def __init__(self, relay: str, target: str, token: str = ""):
         self.relay, self.target, self.token = relay, target, token
-        self.endpoint = ""
-        self._port = 0
-        self._control: Streams | None = None
+        self.endpoint = ""  # set by start(); another one if the relay was away and its port is taken
+        self._port = 0  # 0: any
+        self._control: Streams | None = None  # None while the relay is away
         self._tasks: set[asyncio.Task[None]] = set()
 
     async def start(self, timeout: float = 5.0) -> "Attachment":
-        """Attaches; DiscoveryError if the relay does not let us in within timeout seconds."""
+        """Attach; DiscoveryError if the relay does not accept this host within timeout seconds."""
         try:
             self._control = await asyncio.wait_for(self._attach(), timeout)
         except (OSError, asyncio.TimeoutError, asyncio.IncompleteReadError, ValueError) as error:
@@ -170,13 +178,13 @@ class Attachment:
         except BaseException:
             writer.close()
             raise
-        # asked for again after a break: those who know the endpoint find this host there
+        # after a break the same port is asked for: callers know the endpoint
         self._port = line["port"]
         self.endpoint = f"{self.relay.rpartition(':')[0]}:{self._port}"
         return reader, writer
 
     async def _stay(self) -> None:
-        """Answers calls; attaches again, to the same port if it can be had, when the relay was away."""
+        """Accept calls for ever; when the relay was away, attach again, at the same port if it is free."""
 
         async def say_alive(writer: asyncio.StreamWriter) -> None:
             while True:
@@ -217,7 +225,7 @@ class Attachment:
 
 
 async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle: float = 600.0) -> None:
-    """Passes bytes both ways until one side ends, breaks, or is silent for idle seconds."""
+    """Pass bytes both ways until one side ends, breaks, or is silent for `idle` seconds. rate: bytes per second."""
 
     async def pump(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         while data := await asyncio.wait_for(reader.read(CHUNK), idle):
@@ -237,11 +245,11 @@ async def _splice(one: Streams, other: Streams, rate: float = float("inf"), idle
 
 
 async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str, Any]:
-    """One line; ValueError or IncompleteReadError if it is none, TimeoutError."""
+    """Read one line; ValueError if it is none, IncompleteReadError at the end of the stream, TimeoutError."""
     try:
         data = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
     except asyncio.LimitOverrunError:
-        data = b" " * (MAX_LINE + 1)  # the reader's own limit: too long in any case
+        data = b" " * (MAX_LINE + 1)  # beyond the stream's own limit of 64 KiB, so too long in any case
     if len(data) > MAX_LINE:
         raise ValueError(f"a line has at most {MAX_LINE} bytes")
     line = json.loads(data)
@@ -256,7 +264,7 @@ async def _write(writer: asyncio.StreamWriter, line: dict[str, Any]) -> None:
 
 
 async def _closing(writer: asyncio.StreamWriter, work: Coroutine[Any, Any, None]) -> None:
-    """Does the work of a connection and closes it; what the other side does wrong ends it silently."""
+    """Do the work of a connection, then close it; errors that the other side causes end the work silently."""
     try:
         with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, asyncio.TimeoutError):
             await work
@@ -265,6 +273,7 @@ async def _closing(writer: asyncio.StreamWriter, work: Coroutine[Any, Any, None]
 
 
 def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    # kept in a set until it is done: asyncio itself keeps only weak references, and close() cancels what is left
     task = asyncio.ensure_future(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)
@@ -272,6 +281,6 @@ def _keep(tasks: set[asyncio.Task[None]], work: Coroutine[Any, Any, None]) -> as
 
 
 def _split(endpoint: str) -> tuple[str, int]:
-    """("::1", 80) of "[::1]:80"."""
+    """Return ("::1", 80) for "[::1]:80"."""
     host, _, port = endpoint.rpartition(":")
     return host.strip("[]"), int(port)

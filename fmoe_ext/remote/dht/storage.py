@@ -1,11 +1,15 @@
-"""The memory of a node: RoutingTable, other nodes by XOR distance (Kademlia's k-buckets), and RecordStore.
+"""Keep what a DHT node remembers: other nodes (RoutingTable) and records (RecordStore), both bounded.
 
-Bucket i has the nodes at distances [2^i, 2^(i+1)): half of the network lies in the last one, a quarter in the one
-before. Each keeps at most k nodes, so a node knows all that are near and few that are far.
+RoutingTable sorts nodes into Kademlia's k-buckets by their XOR distance from this node:
+    bucket 255   distances [2^255, 2^256): half of the network     at most k of them are kept
+    bucket 254   distances [2^254, 2^255): a quarter               at most k
+    ...          ... down to buckets that hold all nodes at their distances
+So a node knows all its near neighbours and some nodes far away, k log2(n) of n in all.
 
-Everything here may come from an attacker. So each collection has a bound, and entries of a full one are not pushed
-out by newcomers: nodes that answer stay, records that live stay. Where owners compete for room below a prefix, each has
-an equal share, or one could fill it with claims alone.
+RecordStore keeps records under keys: those of uids and those of their prefixes. Everything in both may come from an
+attacker. So each collection has a bound, and newcomers do not push entries out of a full one: nodes that answer stay,
+records that live stay. Only where owners compete for room below a prefix does each get an equal share, or one of them
+could fill it with claims.
 """
 
 import heapq
@@ -31,14 +35,15 @@ class Peer:
 
 @dataclass
 class _Bucket:
-    """Nodes at distances [2^i, 2^(i+1)), least recently seen first."""
+    """Nodes at distances [2^i, 2^(i+1)) by id, least recently seen first."""
 
     peers: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
-    spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)  # for when one fails
+    # that take the place of one that fails
+    spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
 
 
 class RoutingTable:
-    """Nodes that have answered. Old ones stay while they answer: who has been there long will stay (Kademlia)."""
+    """Nodes that have answered. The old ones stay while they answer: long-lived nodes live longest (Kademlia)."""
 
     def __init__(self, own_id: int, bucket_size: int = BUCKET_SIZE):
         self.own_id, self.bucket_size = own_id, bucket_size
@@ -61,7 +66,7 @@ class RoutingTable:
         return not is_known and len(bucket.spare) < self.bucket_size
 
     def heard(self, peer: Peer) -> None:
-        """A node has answered at its endpoint: it is the youngest of its bucket, or a spare if that is full."""
+        """Note that a node has answered: it is the most recent of its bucket, or a spare if the bucket is full."""
         if peer.node_id == self.own_id:
             return
         self._failures.pop(peer.node_id, None)
@@ -76,7 +81,7 @@ class RoutingTable:
             bucket.spare.popitem(last=False)
 
     def failed(self, node_id: int) -> Peer | None:
-        """A node has not answered -> itself if it is forgotten for that; the youngest spare takes its place."""
+        """Note that a node has not answered -> the node if it is forgotten now, in favour of the latest spare."""
         bucket = self._buckets.get(self._index(node_id)) if node_id != self.own_id else None
         if bucket is None or node_id not in bucket.peers:
             return None
@@ -92,7 +97,7 @@ class RoutingTable:
         return gone
 
     def closest(self, key: int, count: int | None = None) -> list[Peer]:
-        """The nodes nearest to a key that answered when they were last asked, nearest first; bucket_size of them."""
+        """Return the `count` (bucket_size) nodes nearest to a key, nearest first, but none that failed last time."""
         reliable = (peer for peer in self if peer.node_id not in self._failures)
         return heapq.nsmallest(count or self.bucket_size, reliable, key=lambda peer: peer.node_id ^ key)
 
@@ -103,7 +108,7 @@ class RoutingTable:
         return list(dict.fromkeys(peer for peer in (*oldest, *failing) if peer is not None))
 
     def ids_to_refresh(self, rng: Random) -> list[int]:
-        """Our own id and a random one in every bucket from the nearest non-empty one outwards."""
+        """Return ids to search for: our own, and a random one in each bucket from the nearest used one outwards."""
         nearest = max(min(self._buckets, default=ID_BITS), ID_BITS - MAX_REFRESHED)
         inside = (
             self.own_id ^ (1 << index | rng.getrandbits(index) if index else 1)
@@ -115,11 +120,12 @@ class RoutingTable:
         return (node_id ^ self.own_id).bit_length() - 1
 
 
-MAX_RECORDS = 65_536  # 128 MiB, if each is as long as it may be
+MAX_RECORDS = 65_536  # 128 MiB, if each has MAX_RECORD_BYTES
 MAX_OF_OWNER = 16_384  # so that one owner cannot fill a node
 MAX_UNDER_PREFIX = 4096  # experts
-MAX_OWNERS = 8  # of one uid whose last word is remembered
-PREFIX_BYTES = 6 << 20  # of the records under a prefix in one answer
+MAX_OWNERS = 8  # of one uid, whose last records are remembered
+# of the records under a prefix in one answer; messages.MAX_ANSWER_BYTES bounds all of it
+PREFIX_BYTES = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -133,23 +139,25 @@ class Refusal:
 @dataclass
 class _Entry:
     record: SignedRecord
-    forget_at: float  # when the last record of this owner that was ever seen here has expired
+    # when every record of this owner that was ever seen here has expired: none can come back
+    forget_at: float
 
 
 @dataclass
 class _Slot:
-    """The records under one key: for each uid the last word of each owner. prefix: None under the key of a uid."""
+    """The records under one key: for each uid the last one of each owner."""
 
-    prefix: str | None
-    by_uid: dict[str, dict[str, _Entry]] = field(default_factory=dict)
-    num_of_owner: Counter[str] = field(default_factory=Counter)
+    prefix: str | None  # None: the key is a uid's, and by_uid has that uid alone
+    by_uid: dict[str, dict[str, _Entry]] = field(default_factory=dict)  # uid: owner: entry
+    num_of_owner: Counter[str] = field(default_factory=Counter)  # entries
 
     def give_way(self, owner: str, now: float) -> str | None:
-        """The uid that makes room for a new one of an owner: one of the owner with most, if that has two more."""
+        """Return the uid to drop for a new one of `owner`: one of the owner with most uids, if it has two more."""
         most, count = self.num_of_owner.most_common(1)[0]
         # with a lead of one, two owners would push each other out in turn
         if count < self.num_of_owner[owner] + 2:
             return None
+        # only uids that no other owner has a record of; expired ones first, then the newest claims
         alone = [(uid, owners[most].record) for uid, owners in self.by_uid.items() if set(owners) == {most}]
         newest_dead_first = sorted(alone, key=lambda one: (one[1].is_live(now), -one[1].fence, one[0]))
         return newest_dead_first[0][0] if newest_dead_first else None
@@ -158,7 +166,8 @@ class _Slot:
 def fair_shares(
     records: Iterable[SignedRecord], limit: int, weigh: Callable[[SignedRecord], int]
 ) -> list[SignedRecord]:
-    """As many records as weigh no more than limit; where all are too many, each owner has an equal share."""
+    """Return as many records as weigh `limit` at most; if not all fit, an equal share of the weight for each owner."""
+    # the owner with the least weight so far has the next turn
     waiting: dict[str, list[SignedRecord]] = {}
     for record in records:
         waiting.setdefault(record.owner, []).append(record)
@@ -176,17 +185,16 @@ def fair_shares(
 
 
 def size_in_answer(record: SignedRecord) -> int:
-    """The bytes of a record in an answer, or somewhat more."""
+    """Return a bound of a record's bytes in an answer: JSON escapes quotes and backslashes of its payload."""
     return 300 + len(record.payload) + record.payload.count('"') + record.payload.count("\\")
 
 
 class RecordStore:
-    """First come, first kept: while a record lives, no other owner's is taken for its uid.
+    """Records by key. While a record lives, no record of another owner is taken for its uid: first come, first kept.
 
-    Where a prefix has as many experts as are kept, each owner has an equal share of them.
-
-    Of one owner the greater sequence holds, and is remembered until every record of its that was seen has expired:
-    an old copy cannot come back. Time is the network's, given by the caller.
+    Of one owner's records for a uid the one with the greatest sequence is kept, and remembered until every record of
+    that owner that was seen here has expired: an old copy cannot come back. Where a prefix has MAX_UNDER_PREFIX
+    experts, each owner has an equal share of them. Time is the network's (clock.py), given by the caller.
     """
 
     def __init__(self, max_records: int = MAX_RECORDS):
@@ -198,7 +206,8 @@ class RecordStore:
         return sum(self._num_of_owner.values())
 
     def put(self, key: int, record: SignedRecord, now: float) -> Refusal | None:
-        """Keeps a verified record under a key, or says why not."""
+        """Keep a record, whose signature was checked, under a key -> None, or a Refusal that says why not."""
+        # 1. refuse what may never lie here
         uid, owner = record.uid, record.owner
         places = places_of(uid)
         if key not in places:
@@ -209,6 +218,7 @@ class RecordStore:
             return Refusal("this place is for a value of another owner")
         if record.fence > (now + MAX_SKEW) * 1000:
             return Refusal("it was claimed in the future")
+        # 2. of this owner: only a newer record, or the same one again
         slot = self._slots.get(key)
         entries = slot.by_uid.get(uid, {}) if slot else {}
         own = entries.get(owner)
@@ -218,18 +228,20 @@ class RecordStore:
             if not is_repeated and record.sequence <= own.record.sequence:
                 newest = f"its owner has said something newer (sequence {own.record.sequence})"
                 return Refusal(newest, own.record)
+        # 3. no live record of another owner; withdrawing its own is every owner's right
         if not (is_repeated or record.is_withdrawn):
             for other, entry in entries.items():
                 if other != owner and entry.record.is_live(now):
                     return Refusal(f"{uid} belongs to another owner", entry.record)
+        # 4. room for an owner's first record
         if own is None:
             if record.is_withdrawn:
-                return None  # who has said nothing here has nothing to take back
+                return None  # there is no record to take back
             if (refusal := self._make_room(slot, entries, record, now)) is not None:
                 return refusal
         slot = self._slots.setdefault(key, _Slot(places[key]))
         owners = slot.by_uid.setdefault(uid, {})
-        before = owners.get(owner)  # making room may have forgotten it
+        before = owners.get(owner)  # not `own`, which _make_room() may have dropped as expired
         if before is None:
             self._num_of_owner[owner] += 1
             slot.num_of_owner[owner] += 1
@@ -238,9 +250,9 @@ class RecordStore:
         return None
 
     def find(self, key: int, now: float) -> list[SignedRecord]:
-        """Under a uid's key every owner's last word; under a prefix's, one live record a coordinate below it.
+        """Return each owner's last record under a uid's key; under a prefix's key one live record for each coordinate.
 
-        If the latter have more than PREFIX_BYTES, each owner has an equal share.
+        Beam search needs one for each. If these have more than PREFIX_BYTES, each owner gets an equal share.
         """
         slot = self._slots.get(key)
         if slot is None:
@@ -248,6 +260,7 @@ class RecordStore:
         if slot.prefix is None:
             entries = (entry for owners in slot.by_uid.values() for entry in owners.values())
             return [entry.record for entry in entries if now < entry.forget_at]
+        # of the records below one coordinate the one that lives longest
         longest: dict[str, SignedRecord] = {}
         position = slot.prefix.count(".") + 1
         for uid, owners in slot.by_uid.items():
@@ -258,7 +271,7 @@ class RecordStore:
         return fair_shares(longest.values(), PREFIX_BYTES, size_in_answer)
 
     def purge(self, now: float) -> None:
-        """Forgets what has expired."""
+        """Drop the entries whose owner's records have all expired."""
         for key, slot in list(self._slots.items()):
             for uid, owners in list(slot.by_uid.items()):
                 for owner, entry in list(owners.items()):
@@ -272,11 +285,11 @@ class RecordStore:
     def _make_room(
         self, slot: _Slot | None, entries: dict[str, _Entry], record: SignedRecord, now: float
     ) -> Refusal | None:
-        """Makes room for the first record of an owner under a uid, or says why there is none."""
+        """Make room for the first record of an owner under a uid -> None, or a Refusal that says why there is none."""
         is_new_uid = slot is not None and record.uid not in slot.by_uid
         crowded = is_new_uid and slot is not None and len(slot.by_uid) >= MAX_UNDER_PREFIX
         if len(self) >= self.max_records or crowded or len(entries) >= MAX_OWNERS:
-            self.purge(now)  # what has expired holds room until the next refresh
+            self.purge(now)  # expired entries take up room until the next refresh
         if len(self) >= self.max_records:
             return Refusal(f"this node keeps no more than {self.max_records} records")
         if self._num_of_owner[record.owner] >= MAX_OF_OWNER:

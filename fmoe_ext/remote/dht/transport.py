@@ -1,10 +1,11 @@
-"""The way of bytes from node to node: grpc here; the tests' simulation has another."""
+"""GrpcTransport: carry bytes between DHT nodes over grpc, and refuse peers that send too much.
+
+KademliaNode uses call(), serve(), address() and close() alone, so the tests' simulation puts a network of its own here.
+"""
 
 import asyncio
 import functools
 import ipaddress
-import re
-import urllib.parse
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeAlias
@@ -15,7 +16,7 @@ from fmoe_ext.remote import protocol
 from fmoe_ext.remote.dht.messages import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, METHODS, SERVICE, BadMessage
 from fmoe_ext.remote.security import Rates, host_of
 
-MAX_CHANNELS = 256
+MAX_CHANNELS = 256  # open to other nodes
 MAX_CALLS = 256  # answered at a time
 GRACE = 0.5  # seconds that calls under way have when the node closes
 Handler: TypeAlias = (
@@ -41,7 +42,10 @@ class GrpcTransport:
         self._addresses: OrderedDict[str, str] = OrderedDict()  # of hosts that are names
 
     async def address(self, endpoint: str) -> str:
-        """The IPv4 address of an endpoint, or the network of its IPv6 address; a name that leads nowhere itself."""
+        """Return what an endpoint counts as in the clock: its IPv4 address, or the /64 network of its IPv6 address.
+
+        A name without an address counts as itself.
+        """
         host = endpoint.rpartition(":")[0].strip("[]")
         address = _network_of(host) or self._addresses.get(host)
         if address is None:
@@ -81,12 +85,13 @@ class GrpcTransport:
                 del self._busy[endpoint]
 
     async def serve(self, listen_on: str, handler: Handler) -> int:
+        # requests are smaller than answers, and never in parts
         options = dict(protocol.server_options(MAX_ANSWER_BYTES))
         options["grpc.max_receive_message_length"] = MAX_REQUEST_BYTES
         self._server = grpc.aio.server(options=list(options.items()), maximum_concurrent_rpcs=MAX_CALLS)
 
         async def answer(name: str, data: bytes, context: Any) -> bytes:
-            # by address and not by id: ids cost nothing
+            # rates are counted by address and not by node id, because ids cost nothing
             host = host_seen(context.peer())
             if not (self._calls.take(host, 1) and self._bytes.take(host, len(data))):
                 await context.abort(
@@ -118,7 +123,7 @@ class GrpcTransport:
 
 
 def _network_of(host: str) -> str | None:
-    """An IPv4 address as it is, an IPv6 address without the 64 bits that its host chooses; None for a name."""
+    """Return an IPv4 address as it is, an IPv6 address without the 64 bits that a host chooses; None for a name."""
     try:
         address = ipaddress.ip_address(host.partition("%")[0])
     except ValueError:
@@ -129,10 +134,6 @@ def _network_of(host: str) -> str | None:
 
 
 def host_seen(peer: str) -> str:
-    """The host in what grpc calls a peer, as an endpoint begins: "10.0.0.1", "[::1]"."""
-    host = host_of(urllib.parse.unquote(peer))
-    if re.fullmatch(r"\[.*\]", host):
-        address = ipaddress.ip_address(host[1:-1])
-        mapped = getattr(address, "ipv4_mapped", None)
-        return host if mapped is None else str(mapped)
-    return host
+    """Return the host in grpc's name of a peer as endpoints have it: "10.0.0.1", "[::1]"; IPv4 in IPv6 as IPv4."""
+    host = host_of(peer)
+    return f"[{host}]" if peer.startswith("ipv6:") and ":" in host else host

@@ -1,1 +1,1 @@
-"""etcd over its grpc API, as much of it as is needed: ranges, transactions, leases, watches."""
+"""Call etcd by its grpc API (client), and name the keys that remote experts have there (keys)."""

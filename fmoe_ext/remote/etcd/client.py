@@ -1,10 +1,13 @@
-"""EtcdClient: keys, transactions, leases and watches of etcd; EtcdDiscovery: experts in etcd.
+"""EtcdClient calls etcd: keys, transactions, leases and watches. EtcdDiscovery finds and claims experts in it.
 
-etcd is a small store that several machines keep in agreement. Each change gives it a new *revision*. A *transaction*
-compares revisions of keys and then writes, at one moment, so of two servers that want the same key one gets it. A key
-put under a *lease* vanishes when its owner has not renewed the lease in time. A *watch* tells all changes since a
-revision. The messages are aetcd's, which are generated from etcd's own; the calls are ours, for each has to end within
-its timeout.
+etcd is a small key-value store that several machines keep in agreement.
+    revision      a number that each change increases; a key has those of its creation and of its last change
+    transaction   compares revisions of keys and then reads and writes, all at one moment: of two servers that want the
+                  same key one gets it
+    lease         a key put under it vanishes when the lease's owner has not renewed it in time
+    watch         a stream of all changes since a revision
+The messages are aetcd's, which are generated from etcd's own. The calls are made here, because each must end within its
+timeout.
 """
 
 import asyncio
@@ -31,7 +34,7 @@ from fmoe_ext.remote.etcd.keys import EXPERTS, Leader, Members, dump, leader_key
 try:
     from aetcd import rpc
     from google.protobuf.message import DecodeError
-except ImportError:  # who has no registry needs neither; EtcdClient says so
+except ImportError:  # needed for a registry alone: EtcdClient raises the error
     rpc, DecodeError = None, ValueError
 
 MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
@@ -66,51 +69,53 @@ class Answer:
 
 
 def created_at(key: str, revision: int) -> Any:
-    """A comparison: key was created at that revision; 0: it does not exist."""
+    """Make a comparison: key was created at that revision; 0: it does not exist."""
     return rpc.Compare(target=rpc.Compare.CREATE, key=key.encode(), create_revision=revision)
 
 
 def changed_at(key: str, revision: int) -> Any:
-    """A comparison: key was last changed at that revision; 0: it does not exist."""
+    """Make a comparison: key was last changed at that revision; 0: it does not exist."""
     return rpc.Compare(target=rpc.Compare.MOD, key=key.encode(), mod_revision=revision)
 
 
 def put(key: str, value: bytes, lease: int = 0) -> Any:
-    """An operation of a transaction."""
+    """Make an operation of a transaction: write a key, under a lease unless that is 0."""
     return rpc.RequestOp(request_put=rpc.PutRequest(key=key.encode(), value=value, lease=lease))
 
 
 def delete(key: str) -> Any:
-    """An operation of a transaction."""
+    """Make an operation of a transaction: delete a key, if it is there."""
     return rpc.RequestOp(request_delete_range=rpc.DeleteRangeRequest(key=key.encode()))
 
 
 def read(key: str, is_prefix: bool = False, keys_only: bool = False) -> Any:
-    """An operation of a transaction."""
+    """Make an operation of a transaction: read a key, or all keys that begin with it."""
     end = _prefix_end(key) if is_prefix else b""
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=key.encode(), range_end=end, keys_only=keys_only))
 
 
 def _prefix_end(prefix: str) -> bytes:
-    """The first key behind all that begin with prefix."""
+    """Return the first key behind all that begin with prefix: its last byte plus 1 (UTF-8 has no 0xff)."""
     data = prefix.encode()
     return data[:-1] + bytes([data[-1] + 1])
 
 
 class EtcdClient:
-    """One cluster at host:port[,host:port...]; every call ends within its timeout, DiscoveryError if it fails."""
+    """A client of one etcd cluster at host:port[,host:port...]. A call that fails or is late raises DiscoveryError."""
 
     def __init__(self, endpoints: str):
         require("aetcd", "a registry in etcd")
         addresses = [endpoint for endpoint in endpoints.split(",") if endpoint]
         if not addresses:
             raise ValueError("etcd needs an address: etcd://host:2379")
+        # grpc tries the addresses of one target in turn, but takes several only as numbers
         self._target = "ipv4:" + ",".join(addresses) if len(addresses) > 1 else addresses[0]
         self._open: grpc.aio.Channel | None = None
 
     @property
     def _channel(self) -> grpc.aio.Channel:
         if self._open is None:
+            # grpc's default pauses between attempts to connect grow to two minutes, which is many leases long
             options = [("grpc.max_reconnect_backoff_ms", 1000), ("grpc.initial_reconnect_backoff_ms", 100)]
             self._open = grpc.aio.insecure_channel(self._target, options)
         return self._open
@@ -127,7 +132,7 @@ class EtcdClient:
         failure: Sequence[Any] = (),
         timeout: float = 5.0,
     ) -> Answer:
-        """success if every comparison holds, otherwise failure; all at one revision."""
+        """Run the operations of `success` if every comparison holds, otherwise of `failure`; all at one revision."""
         request = rpc.TxnRequest(compare=compare, success=success, failure=failure)
         reply = await self._call("KV/Txn", request, rpc.TxnResponse, timeout)
         found = [
@@ -138,12 +143,12 @@ class EtcdClient:
         return Answer(reply.succeeded, reply.header.revision, found, reply.header.cluster_id)
 
     async def read(self, key: str, is_prefix: bool = False, timeout: float = 5.0) -> tuple[list[Entry], int]:
-        """The entries of a key or a prefix, and the revision at which they were so."""
+        """Return the entries of a key or a prefix, and the revision at which they were so."""
         answer = await self.transact(success=[read(key, is_prefix)], timeout=timeout)
         return answer.ranges[0], answer.revision
 
     async def grant(self, ttl: float, timeout: float = 5.0) -> int:
-        """A new lease: keys under it vanish unless it is kept alive within ttl seconds (whole ones, at least 1)."""
+        """Make a lease -> its id. Its keys vanish unless it is renewed within ttl seconds (rounded up, at least 1)."""
         request = rpc.LeaseGrantRequest(TTL=max(1, math.ceil(ttl)))
         reply = await self._call("Lease/LeaseGrant", request, rpc.LeaseGrantResponse, timeout)
         return int(reply.ID)
@@ -166,7 +171,7 @@ class EtcdClient:
         await self._call("Lease/LeaseRevoke", request, rpc.LeaseRevokeResponse, timeout)
 
     async def watch(self, prefix: str, revision: int) -> AsyncIterator[list[Event]]:
-        """The changes under a prefix since revision, as they come; DiscoveryError when the stream ends."""
+        """Yield the changes under a prefix since a revision, as they come; DiscoveryError when the stream ends."""
         stream = self._channel.stream_stream("/etcdserverpb.Watch/Watch")()
         keys = {"key": prefix.encode(), "range_end": _prefix_end(prefix)}
         create = rpc.WatchCreateRequest(**keys, start_revision=revision)
@@ -198,7 +203,7 @@ class EtcdClient:
         failures = grpc.aio.AioRpcError, DecodeError, asyncio.TimeoutError
         try:
             return await asyncio.wait_for(call, max(0.0, timeout) + 0.1)
-        # the last two: a stream that has ended before it was written to, or read
+        # InvalidStateError and TypeError: the stream had ended before it was written to, or read (read() gives EOF)
         except (*failures, asyncio.InvalidStateError, TypeError) as error:
             seconds = time.monotonic() - begin
             raise DiscoveryError(
@@ -215,11 +220,15 @@ def _details(error: BaseException) -> str:
     return str(error.details()) if isinstance(error, grpc.aio.AioRpcError) else repr(error)
 
 
-UNSEEN_FOR = 60.0  # seconds for which a record is believed; etcd takes back what has expired
+# seconds for which a record from etcd is believed: its lease, which ends it, is not known here
+UNSEEN_FOR = 60.0
 
 
 class EtcdDiscovery(Discovery):
-    """A directory in etcd: EtcdDiscovery("host:2379"). Uids are claimed by transactions, and expire with a lease."""
+    """A directory in etcd: EtcdDiscovery("host:2379"). Claims are transactions, and expire with the claimer's lease.
+
+    It reads the keys of replicated experts too (etcd/keys.py): the leader takes gradients, all members answer forwards.
+    """
 
     def __init__(self, endpoints: str):
         self.etcd = EtcdClient(endpoints)
@@ -228,7 +237,7 @@ class EtcdDiscovery(Discovery):
     async def claim(self, claim: Claim) -> frozenset[str]:
         deadline = time.monotonic() + claim.timeout
         if self._lease is None or not await self.etcd.keep_alive(self._lease, claim.timeout):
-            self._lease = await self.etcd.grant(claim.ttl, claim.timeout)
+            self._lease = await self.etcd.grant(claim.ttl, deadline - time.monotonic())
         mine, value = set(), dump(Leader("", claim.endpoint))
         for uid in claim.uids:
             key = leader_key(uid)
@@ -241,12 +250,12 @@ class EtcdDiscovery(Discovery):
         return frozenset(mine)
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
-        value = dump(Leader("", endpoint))
+        deadline, value = time.monotonic() + timeout, dump(Leader("", endpoint))
         for uid in uids:
             key = leader_key(uid)
             # the key is not another server's by now
             is_own = rpc.Compare(target=rpc.Compare.VALUE, key=key.encode(), value=value)
-            await self.etcd.transact([is_own], [delete(key)], timeout=timeout)
+            await self.etcd.transact([is_own], [delete(key)], timeout=deadline - time.monotonic())
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         names = [check_uid(uid) for uid in uids]
@@ -272,7 +281,7 @@ class EtcdDiscovery(Discovery):
         return successors_among(sorted(uid for key in keys if (uid := uid_of(key))), prefixes)
 
     async def _read_all(self, reads: Sequence[Any], timeout: float) -> list[list[Entry]]:
-        """The entries that each read finds, in as many transactions as are needed."""
+        """Return the entries that each read finds, MAX_OPERATIONS reads in one transaction."""
         deadline, found = time.monotonic() + timeout, []
         for first in range(0, len(reads), MAX_OPERATIONS):
             some = reads[first : first + MAX_OPERATIONS]

@@ -1,10 +1,11 @@
-"""The keys of etcd and their values, which are JSON.
+"""Name the keys in etcd, and read and write their values, which are JSON.
 
-    /fmoe/servers/SERVER                     a server that lives: its entry lies under its lease
-    /fmoe/experts/UID/leader                 who takes the gradients, under the leader's lease
-    /fmoe/experts/UID/members                the record of the expert, for ever
-    /fmoe/experts/UID/candidates/SERVER      what a server offers while nobody leads, under its lease
-A value that cannot be read counts as one that is not there: a server of another release may have written it.
+    /fmoe/servers/SERVER                  ServerEntry  a server that lives; under its lease
+    /fmoe/experts/UID/leader              Leader       who takes the gradients; under the leader's lease
+    /fmoe/experts/UID/members             Members      the *record* of the expert; stays for ever
+    /fmoe/experts/UID/candidates/SERVER   Offer        what a server offers while no server leads; under its lease
+A value that cannot be read counts as missing, and unknown fields are ignored: a server of another release may have
+written it.
 """
 
 import json
@@ -21,22 +22,22 @@ SERVERS, EXPERTS = f"{ROOT}servers/", f"{ROOT}experts/"
 
 
 def leader_key(uid: str) -> str:
-    """Its value says who takes the gradients; its create revision is the fencing token; it lives as a lease does."""
+    """Return the key of the leader; its create revision is the fencing token (Leader.guard)."""
     return f"{EXPERTS}{uid}/leader"
 
 
 def members_key(uid: str) -> str:
-    """The record: which servers have every acknowledged update, in which term, up to where."""
+    """Return the key of the record: which servers have every acknowledged update, in which term, up to where."""
     return f"{EXPERTS}{uid}/members"
 
 
 def candidate_key(uid: str, server: str) -> str:
-    """The offer of a server that has some state of an expert that nobody leads."""
+    """Return the key of the offer of a server that has some state of an expert without a leader."""
     return f"{EXPERTS}{uid}/candidates/{server}"
 
 
 def uid_of(key: str) -> str | None:
-    """The expert that a key is about."""
+    """Return the expert that a key is about; None if it is about none."""
     if not key.startswith(EXPERTS):
         return None
     uid = key.removeprefix(EXPERTS).partition("/")[0]
@@ -56,7 +57,7 @@ class Leader:
 
 @dataclass(frozen=True)
 class Members:
-    """The record of an expert."""
+    """The record of an expert, which its leader writes; docs/replication.md, State."""
 
     endpoints: Mapping[str, str] = field(default_factory=dict)  # of the members, by server; always written
     version: int = 0  # with the two fields *_of_end: an end that the log has reached
@@ -76,14 +77,14 @@ class Members:
         return End(Term(self.term_of_end, self.leader_of_end), self.version)
 
     def reaching(self, end: End, **changes: Any) -> "Members":
-        """This record with another end and other changes."""
+        """Return this record with another end and other changes."""
         number, leader = end.term.number, end.term.leader
         return replace(self, version=end.version, term_of_end=number, leader_of_end=leader, **changes)
 
 
 @dataclass(frozen=True)
 class Offer:
-    """The end of the log that a server has."""
+    """The end of a server's log, offered for a recovery."""
 
     term_of_end: int
     leader_of_end: str
@@ -114,7 +115,7 @@ def dump(value: Leader | Members | ServerEntry | Offer) -> bytes:
 
 
 def load(kind: type[T], value: bytes) -> T | None:
-    """The value of a key, as a record of this kind; None if it is none. Fields that are not known here are left out."""
+    """Return the value of a key as this kind; None if it is none. Unknown fields are left out."""
     try:
         given = json.loads(value)
     except ValueError:
@@ -122,7 +123,8 @@ def load(kind: type[T], value: bytes) -> T | None:
     known: dict[str, Any] = {}
     for one in fields(kind) if isinstance(given, dict) else ():
         if one.name in given:
-            found, inner = given[one.name], get_args(one.type)  # of a mapping: the types of keys and values
+            # inner: of a Mapping[str, X] its types (str, X); of a plain type ()
+            found, inner = given[one.name], get_args(one.type)
             if inner:
                 fits = isinstance(found, dict) and all(type(x) is inner[1] for x in found.values())
             else:
@@ -131,7 +133,7 @@ def load(kind: type[T], value: bytes) -> T | None:
                 return None
             known[one.name] = found
     if kind is Members and "endpoints" not in known:
-        return None  # a record without members would let anyone lead
+        return None  # taken for a record without members, it would let any server recover the expert
     try:
         return kind(**known) if known else None
     except TypeError:  # a field without a default is missing

@@ -1,12 +1,14 @@
-"""Replica: one expert at one server, and what the server does with it while another one leads.
+"""Replica: one expert at one server, and what the server does with it while another server leads.
 
-A follower accepts an update if its own log ends where the leader's did before it. It answers once the update is in its
-log; the weights follow on the thread that computes, before any call that comes later. It repeats the gradients, not
-their result, so replicas on equal processors are equal in every bit, and a digest shows those that are not.
+A follower accepts an update if its own log ends where the leader's did before it (receive). It answers once the update
+is in its log; the weights follow on the thread that computes, before any call that comes later (_apply). It repeats the
+gradients, not their result, so replicas on equal processors are equal in every bit; digests find those that are not.
 
-An update that it refuses ends its membership: the leader removes it from the record, and it takes a copy. From the
-moment of the copy on the leader sends it every update, and those that come before the copy does wait in `early`. Then
-it says READY, and is a member if its log ends where the leader's does.
+A follower that refuses an update is removed from the record, and takes a copy (_join):
+    1. JOIN: the leader copies the expert, and sends every later update from that moment on
+    2. updates that arrive before the copy does wait in _early
+    3. the copy is installed, then what the early updates add to it
+    4. READY: the leader probes, and makes this server a member if its log ends where the leader's does
 """
 
 import asyncio
@@ -25,47 +27,50 @@ from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
 log = logging.getLogger("fmoe_ext.remote")
-COPY_SECONDS = 60.0  # for a copy to come whole, as long as the leader waits for it
-PROBE_SECONDS = 3.0  # that a leader has to probe a member that is idle, before it takes a copy
-AGAIN_SECONDS = 0.5  # until the next attempt to take a copy
+# for a copy to come whole: leader.LEARN_SECONDS, for which the leader keeps updates for it
+COPY_SECONDS = 60.0
+PROBE_SECONDS = 3.0  # that an idle member waits for a new leader's probe, before it takes a copy instead
+AGAIN_SECONDS = 0.5  # after a copy that failed, until the next attempt
 
 
 class Role(enum.Enum):
     """The part of a server in an expert's replicas."""
 
-    IDLE = "idle"  # has some state, which nobody counts on
-    JOINING = "joining"  # takes a copy; updates wait
-    FOLLOWER = "follower"
-    LEADER = "leader"
+    IDLE = "idle"  # has some state, which no leader counts on
+    JOINING = "joining"  # takes a copy; updates wait for it
+    FOLLOWER = "follower"  # accepts the leader's updates
+    LEADER = "leader"  # orders updates: Replica.leader
 
 
 class Replica:
-    """The history is the ledger's; here is what this server does with it."""
+    """One expert at this server: its role, and its part in elections and copies. Its history is the Ledger."""
 
     def __init__(self, site: Site, uid: str, ledger: Ledger):
         self.site, self.uid, self.ledger = site, uid, ledger
         self.role = Role.IDLE
         self.leader: Leader | None = None  # while this server leads
-        self.vacant: tuple[int, float] | None = None  # revision of the record, since when nobody leads
-        self.hopeless_since = 0.0  # no member that could lead has been alive since then
-        self.epoch = 0
-        self.num_returns = site.registry.num_returns  # of the registry, that were dealt with
-        self.loss: Loss | None = None
-        self.joining: asyncio.Task[None] | None = None
-        self._joins_from = ""  # the leader that copies
+        # while nobody leads: revision of the record, and site.now() since when that is so under this record
+        self.vacant: tuple[int, float] | None = None
+        self.hopeless_since = 0.0  # site.now() since when no member that could lead is alive
+        self.epoch = 0  # the largest in a record
+        self.num_returns = site.registry.num_returns  # returns of etcd that were dealt with for this expert
+        self.loss: Loss | None = None  # of a recovery under way, until it is counted
+        self.joining: asyncio.Task[None] | None = None  # _join()
+        self._joins_from = ""  # the leader whose copy is taken
         self._copying: asyncio.Task[Message] | None = None  # the call for a copy
-        self._early: list[Append] = []  # that came while it was joining
-        self._idle_since = 0.0
+        self._early: list[Append] = []  # updates that came before the copy
+        self._idle_since = 0.0  # site.now()
 
     def become_idle(self) -> None:
         self.role, self.leader, self._idle_since = Role.IDLE, None, self.site.now()
 
     def is_able(self) -> bool:
-        """True if its state can be trusted, when the record has it as a member."""
+        """True if its state can be trusted, so that it may lead if the record names it as a member."""
         return self.role is not Role.JOINING and not self.ledger.broken
 
     def needs_void(self, record: keys.Members | None, num_returns: int) -> bool:
-        """True if the registry has gone back since this server learned of the expert's last term."""
+        """True if etcd went back after this server learned of the expert's last term, and the record is not void."""
+        # a larger term than the record's: etcd has lost the record, or the view is behind and voiding it will fail
         if self.ledger.seen.number > (0 if record is None else record.term):
             return True
         if record is not None and record.epoch > self.epoch:  # another server has dealt with it
@@ -75,18 +80,21 @@ class Replica:
     # ---------------------------------------------------------------- updates
 
     def receive(self, append: Append) -> Reply:
-        """An update or a probe: an update that is accepted counts as received."""
+        """Answer an update or a probe of a leader; an accepted update is in the log when this returns."""
+        # 1. of a term that is over, or of a larger one than any before
         ledger = self.ledger
         if append.term < ledger.seen or append.term.leader == self.site.name:
             return self._reply(f"term {append.term.number} is over")
         if self.leader is not None:
             self.leader.end(f"term {append.term.number} has begun")
         ledger.see(append.term)
+        # 2. before the copy: updates wait
         if self.role is Role.JOINING:
             if append.update is None:
                 return self._reply("it takes a copy")
             self._early.append(append)
             return self._reply()
+        # 3. a probe is accepted if the logs end alike, an update if it follows this log
         if append.update is None:
             if ledger.broken or append.end != ledger.end:
                 return Reply(False, ledger.end, ledger.seen, ledger.broken)
@@ -105,7 +113,7 @@ class Replica:
         return Reply(not refusal, self.ledger.end, self.ledger.seen, refusal)
 
     def _apply(self, update: Update) -> None:
-        """Has the device repeat an update; one that does not give the leader's weights breaks this replica."""
+        """Have the computing thread repeat an update; if that fails or the digests differ, this replica is broken."""
         host, ledger = self.site.server.host, self.ledger
 
         def work() -> None:
@@ -127,7 +135,7 @@ class Replica:
     # ---------------------------------------------------------------- copies
 
     def follow(self, leader: keys.Leader, record: keys.Members | None) -> None:
-        """Takes a copy if this server is no member, or cannot be one, and there is room."""
+        """Begin to take a copy from the leader, if this server is no sound member and replicas are missing."""
         if self.joining is not None and not self.joining.done():
             if self._joins_from != leader.server:
                 self.stop_copying()
@@ -145,12 +153,12 @@ class Replica:
             self.joining = asyncio.create_task(self._join(leader))
 
     def stop_copying(self) -> None:
-        """The leader that copies is gone; a copy that has come already is installed to its end."""
+        """Cancel the call for a copy, whose leader is gone; a copy that has come whole is still installed."""
         if self._copying is not None:
             self._copying.cancel()
 
     async def _join(self, leader: keys.Leader) -> None:
-        """Takes a copy from the leader, then everything since, then is a member."""
+        """Take a copy from the leader, add the updates since, and become a member; see the top of this file."""
         site, ledger = self.site, self.ledger
         self.role = Role.JOINING
         self._early.clear()
@@ -159,12 +167,14 @@ class Replica:
         download = site.peers.download(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
         self._copying = copying = asyncio.create_task(download)
         try:
+            # 1., 2. the copy, while receive() collects updates
             copy = await copying
             term = Term.read(copy, "seen")
             if term < ledger.seen:
                 raise NotLeader(f"the copy of {self.uid} is of a term that is over")
             if copy.meta.get("uid") != self.uid:
                 raise WireError(f"the copy is not of {self.uid}")
+            # 3. install it, then the updates that it lacks
             await site.on_thread(lambda: write_state(site.server.host, copy))
             ledger.see(term)
             self.role = Role.FOLLOWER
@@ -172,9 +182,11 @@ class Replica:
             for append in early:  # the copy has some of these already
                 if append.end > ledger.end and append.term == term:
                     self.receive(append)
+            # 4. become a member
             await site.peers.call(leader.endpoint, messages.READY, request, COPY_SECONDS)
             site.server.metrics.add("copies_taken_total")
-            # the leader has written the record: the next look shall find this server in it
+            # The leader has written the record by now. Wait until the watch shows it, or the next look would find this
+            # server no member and take another copy.
             for _ in range(20):
                 record, _ = site.registry.view.members(self.uid)
                 if record is not None and site.name in record.endpoints:
@@ -185,7 +197,7 @@ class Replica:
             if self.role is Role.JOINING:
                 self.become_idle()
             if isinstance(error, asyncio.CancelledError) and not copying.cancelled():
-                raise  # the server stops
+                raise  # this task was cancelled, because the server stops, and not the copy by stop_copying()
             known = isinstance(error, (errors.RemoteError, WireError, NotLeader, asyncio.CancelledError))
             log.warning("%s could not be copied: %r", self.uid, error, exc_info=not known)
             await asyncio.sleep(AGAIN_SECONDS)

@@ -1,13 +1,15 @@
-"""Leader: one term of one expert, which orders its updates and waits for the servers that must have them.
+"""Leader: one term of one expert. It orders the expert's updates and answers each when all members have it.
 
 A term goes through three phases; the numbers are those of the invariants of docs/replication.md.
-    confirms  Every member is brought to this log, or removed from the record (3).
-    is open   An update gets the next version and goes to all members at once. It is answered when they all have it,
-              so a member that does not answer has to leave the record in etcd first (2, 6). How far a leader may
-              answer stands in etcd ahead of it (`reserved`): a server which finds all members dead then knows how much
-              may be missing (7).
-    ends      When the lease does, when a larger term is seen, or when etcd refuses a write (5). Whatever is not
-              answered by then fails, and the client asks the next leader again under the same request id (4).
+    confirming  Bring every member to this log, or remove it from the record (3).
+    open        Give each update the next version and send it to all members at once. Answer it when they all have it;
+                a member that does not confirm is first removed from the record in etcd (2, 6). No version is answered
+                before the record reserves it (`reserved`), so a server that finds all members dead knows how many
+                updates may be missing (7).
+    ended       The lease is over, a larger term was seen, or etcd refused a write (5). Updates that were not answered
+                fail, and their clients ask the next leader again under the same request ids (4).
+Everything here runs on the event loop, except holds(). Steps run on the thread that computes; the Ledger's lock keeps
+both in one order.
 """
 
 import asyncio
@@ -28,15 +30,16 @@ from fmoe_ext.remote.server.state import read_state
 from fmoe_ext.remote.wire import Message, encode
 
 log = logging.getLogger("fmoe_ext.remote")
-HAND_OVER_SECONDS = 5.0  # for updates under way; the client asks the next leader for what takes longer
-LEARN_SECONDS = 60.0  # for a copy
-HOST_AGAIN = 3.0  # seconds until another server is asked to be a replica
-NOTE_EVERY = 5.0  # seconds between notes of the end in the registry
-LEAST_RESERVED = 64  # updates that may be acknowledged after a note, before the next one
+# that hand_over() waits for updates under way; clients repeat later ones at the next leader
+HAND_OVER_SECONDS = 5.0
+LEARN_SECONDS = 60.0  # that a server may take a copy: all updates are queued for it meanwhile
+HOST_AGAIN = 3.0  # seconds between two requests to other servers to become a replica
+NOTE_EVERY = 5.0  # seconds between two notes of the log's end in the record
+LEAST_RESERVED = 64  # updates that a note reserves at least, for an expert that is being trained
 
 
 class Leader:
-    """A server's leadership of an expert. ended() is called once."""
+    """A server's leadership of an expert, for one term. ended() is called once, when it is over."""
 
     def __init__(
         self,
@@ -49,25 +52,28 @@ class Leader:
         ended: Callable[[], None],
     ):
         self.site, self.uid, self.ledger, self.term = site, uid, ledger, term
-        self.guard = guard  # create revision of the leader key, which every write to the registry compares
+        # create revision of the leader key: etcd refuses a write if the key is another one by then
+        self.guard = guard
         self.is_open = self.is_closing = self.has_ended = False
         self._ended, self._lease = ended, site.registry.lease
-        self.shipped = ledger.lead(term)  # up to here the log was given to the senders
-        self.committed = self.shipped  # up to here every member has it
-        self.start = self.shipped.version  # at which this term began
-        self._waiting: list[tuple[int, Finish, Fail]] = []  # updates that are not answered, by version
-        self._commits: set[asyncio.Task[None]] = set()
+        self.shipped = ledger.lead(term)  # end up to which the log was given to the senders
+        self.committed = self.shipped  # end up to which every member has the log
+        self.start = self.shipped.version  # version at which this term began
+        # updates without an answer yet: (version, finish, fail)
+        self._waiting: list[tuple[int, Finish, Fail]] = []
+        self._commits: set[asyncio.Task[None]] = set()  # asyncio keeps only weak references to tasks
         self.record = record  # as it is in etcd
-        self.reserved = record.reserved  # no later version is acknowledged; never above that of the registry
-        # Servers that must confirm an update, this one too. A server is needed before the record has it, and until
-        # a record without it is written: who reads the record then finds every acknowledged update at each member.
+        # last version that may be acknowledged; at most what the record in etcd says
+        self.reserved = record.reserved
+        # Servers that must confirm an update, this one too. A server is in here before the record names it, and until
+        # a record without it is written: so each member that anyone reads in the record has every acknowledged update.
         self.needed = set(record.endpoints)
-        self.senders: dict[str, Sender] = {}  # of members and of servers that join
+        self.senders: dict[str, Sender] = {}  # by server, to members and to servers that take a copy
         self._changing = asyncio.Lock()  # held by every change of the record
         self._host_asked = self._noted_at = 0.0
 
     def holds(self) -> bool:
-        """True while nobody else can lead, by this server's clock; from any thread."""
+        """True while no other server can lead, by this server's clock; from any thread."""
         registry = self.site.registry
         return not self.has_ended and registry.lease == self._lease and registry.has_lease()
 
@@ -75,7 +81,7 @@ class Leader:
         return self.is_open and not self.is_closing and self.holds()
 
     def end(self, reason: str) -> None:
-        """Leads no more; what was not acknowledged fails."""
+        """End this term; updates that were not acknowledged fail with NotLeader."""
         if self.has_ended:
             return
         self.has_ended, self.is_open = True, False
@@ -95,13 +101,14 @@ class Leader:
     # ---------------------------------------------------------------- beginning
 
     async def confirm(self) -> None:
-        """Brings every member to this log, or removes it; then takes gradients."""
+        """Bring every member to this log or remove it; then open the term for gradients."""
         endpoints = self.record.endpoints.items()
         senders = [self._add_sender(name, at) for name, at in endpoints if name != self.site.name]
         try:
             await asyncio.gather(*(self._confirm(sender) for sender in senders))
         except NotLeader:
             return
+        # each member that is still needed has confirmed: _remove() takes the others out of `needed`
         if not self.has_ended and self.needed <= {self.site.name, *self.senders}:
             self.ledger.open(self.term)
             self.is_open = True
@@ -109,20 +116,23 @@ class Leader:
             log.info("%s is led from here, version %d, term %d", self.uid, version, term)
 
     async def _confirm(self, sender: Sender) -> None:
+        # A probe asks whether the member's log ends where this one does. If not, there are four cases:
         reply = await sender.put(self.probe())
         if reply is not None and not reply.is_accepted:
             missing = self.ledger.tail_after(reply.end)
             is_longer = reply.end > self.shipped and not reply.reason
+            # 1. it knows a larger term: this one is over
             if reply.seen > self.term:
                 self.ledger.see(reply.seen)
                 self.end(f"{sender.endpoint} knows of term {reply.seen.number}")
                 raise NotLeader
+            # 2. its log is shorter: it gets the rest
             if missing:
                 appends = [Append(self.uid, self.term, 0, entry.end, entry) for entry in missing]
                 replies = await asyncio.gather(*(sender.put(append) for append in appends))
                 reply = replies[-1]
+            # 3. its log is longer and it lives: it leads, so that nothing has to be rolled back
             elif is_longer and sender.server in self.site.registry.view.servers():
-                # a member whose log is longer leads, so that nothing has to be rolled back
                 record = replace(self.record, successor=sender.server)
                 try:
                     await self.site.registry.resign(self.uid, self.guard, record)
@@ -130,6 +140,7 @@ class Leader:
                     log.warning("%s: %s", self.uid, error)
                 self.end(f"{sender.server} has a longer log")
                 raise NotLeader
+        # 4. its log branches off, or it did not answer: it is no member any more, and may take a copy
         if reply is None or not reply.is_accepted:
             await self._remove(sender, sender.failure or "its log is another one")
 
@@ -139,18 +150,18 @@ class Leader:
     # ---------------------------------------------------------------- updates
 
     def await_commit(self, version: int, finish: Finish, fail: Fail) -> None:
-        """finish() when every member has the version; updates up to it are sent."""
+        """Send the updates up to a version to all members; finish() once they have them, fail(error) if that fails."""
         if not self.is_open:
             fail(NotLeader(f"not the leader of {self.uid}, or not yet"))
             return
         self._waiting.append((version, finish, fail))
-        # updates are shipped in the order of the log, by whichever call comes first; later ones wait for their own call
+        # Only up to this version: the thread that computes may have added later ones, which wait for their own call.
         for update in self.ledger.tail_after(self.shipped) or ():
             if update.end.version > version:
                 break
             self.shipped = update.end
             append = Append(self.uid, self.term, self.ledger.committed, update.end, update)
-            # to all at once, joining servers too, in the order of the log: each sender keeps it
+            # to all at once, joining servers too; each sender keeps the order
             acks = [(sender, sender.put(append)) for sender in self.senders.values()]
             if acks or update.end.version > self.reserved:
                 task = asyncio.create_task(self._commit(update.end, acks))
@@ -158,7 +169,7 @@ class Leader:
                 task.add_done_callback(self._commits.discard)
             else:
                 self._advance(update.end)
-        if version <= self.committed.version:
+        if version <= self.committed.version:  # a repeated request, whose update every member has
             self._advance(self.committed)
 
     async def _commit(self, end: End, acks: list[tuple[Sender, "asyncio.Future[Reply | None]"]]) -> None:
@@ -173,11 +184,12 @@ class Leader:
         self._advance(end)
 
     def _advance(self, end: End) -> None:
-        """Every member has the log up to end: answers, if this server still leads."""
+        """Commit the log up to `end`, which every member has, and answer its updates; only while the lease holds."""
         if not self.holds():
             self.end("its lease is over")
             return
-        self.committed = max(self.committed, end)  # acks of later updates may be whole first
+        # a later update may have been confirmed by all members first
+        self.committed = max(self.committed, end)
         self.ledger.commit(self.committed.version)
         done = [one for one in self._waiting if one[0] <= self.committed.version]
         self._waiting = [one for one in self._waiting if one[0] > self.committed.version]
@@ -194,7 +206,7 @@ class Leader:
         return sender
 
     async def _remove(self, sender: Sender, reason: str) -> None:
-        """Takes a member out of the record; NotLeader, and the end of this term, if the registry does not do it."""
+        """Take a member out of the record, or stop sending to a server that joins; NotLeader if etcd refuses."""
         async with self._changing:
             if self.has_ended:
                 raise NotLeader(f"not the leader of {self.uid} any more")
@@ -210,9 +222,12 @@ class Leader:
             self.senders.pop(sender.server, None)
 
     async def _write(self, endpoints: dict[str, str], version: int = 0) -> None:
-        """Writes the record. version: one that is to be acknowledged."""
+        """Write the record to etcd; NotLeader, and the end of this term, if it refuses or is silent.
+
+        version: one that is about to be acknowledged, and has to be reserved.
+        """
         record = self._noted(endpoints, version)
-        # the smaller one, while it is not known which record the registry has
+        # the smaller of both, until the answer says which record etcd has
         self.reserved = min(self.reserved, record.reserved)
         try:
             is_written = await self.site.registry.set_members(self.uid, self.guard, record)
@@ -227,8 +242,8 @@ class Leader:
 
     def _noted(self, endpoints: dict[str, str], version: int = 0) -> keys.Members:
         reserved = max(self.committed.version, version)
-        # An expert without updates since the last note reserves none, so that none counts as lost. Others reserve twice
-        # what came since then, so that few updates wait for a write to the registry.
+        # An expert without updates since the last note reserves none, so that a recovery counts none as lost. Others
+        # reserve twice as many as came since then, so that few updates wait for a write to etcd.
         if since := reserved - self.record.version:
             reserved += max(LEAST_RESERVED, 2 * since)
         return self.record.reaching(
@@ -242,7 +257,7 @@ class Leader:
         )
 
     async def reserve(self, version: int) -> None:
-        """Waits until the registry notes that a version may be acknowledged; this bounds what dead members lose."""
+        """Wait until the record in etcd reserves a version; this bounds what is lost if all members die."""
         while version > self.reserved:
             async with self._changing:
                 if self.has_ended:
@@ -251,15 +266,18 @@ class Leader:
                     await self._write(dict(self.record.endpoints), version)
 
     async def admit(self, name: str, endpoint: str) -> Message:
-        """A copy for a server that wants to follow; every update after it goes there too."""
+        """Return a copy of the expert for a server that joins; every update after the copy is sent to it too."""
         self.check_open()
         if name in self.needed and (member := self.senders.get(name)) is not None:
             await self._remove(member, "it asks for a copy")
         self._check_room(name)
+        # The copy is read on the thread that computes, between two steps. Steps before it have called
+        # call_soon_threadsafe(await_commit) by then, later ones have not: at_copy() lands between them on the loop, so
+        # the new sender gets exactly the updates that the copy lacks.
         sender: list[Sender] = []
         loop = asyncio.get_running_loop()
 
-        def at_copy() -> None:  # on the loop, between the updates before the copy and those after it
+        def at_copy() -> None:
             known = self.senders.get(name)
             if not self.has_ended and not self._is_full(name) and not (known and name in self.needed):
                 sender.append(self._add_sender(name, endpoint))
@@ -277,7 +295,7 @@ class Leader:
         return Message(state.tensors, {**state.meta, **self.term.meta("seen")})
 
     async def promote(self, name: str) -> None:
-        """A server that has its copy becomes a member: from now on nothing is acknowledged without it."""
+        """Make a server that has installed its copy a member: nothing is acknowledged without it any more."""
         self.check_open()
         async with self._changing:
             sender = self.senders.get(name)
@@ -285,7 +303,8 @@ class Leader:
                 raise NotLeader(f"{name} has missed updates of {self.uid}: it must take another copy")
             if name in self.needed:
                 return  # the same call came twice
-            self.needed.add(name)  # before the registry knows, so that none is acknowledged without it after
+            # needed before the record names it; the probe, behind all updates in its queue, shows that it has them
+            self.needed.add(name)
             reply = await sender.put(self.probe())
             if reply is None or not reply.is_accepted:
                 self.needed.discard(name)
@@ -301,22 +320,21 @@ class Leader:
             raise ValueError(f"{self.uid} has its replicas, or servers that take copies: no more")
 
     def _is_full(self, name: str) -> bool:
-        """True if members and those who take copies, other than name, reach the target number."""
+        """True if members and servers that take copies, without `name`, are as many as --replicas asks for."""
         return len({*self.needed, *self.senders} - {name}) >= self.site.options.replicas
 
     async def look_after(self) -> None:
-        """Removes members whose servers are gone, finds new ones, notes the end."""
+        """Remove members whose servers are gone, note the log's end, and have a server join if replicas are missing."""
         alive, now = self.site.registry.view.servers(), self.site.now()
         try:
             for sender in list(self.senders.values()):
-                # a server that takes a copy gets every update meanwhile: not for ever, or its queue would grow
+                # every update is queued for a server that takes a copy: not for ever, or the queue would grow
                 late = sender.server not in self.needed and now - sender.begun > LEARN_SECONDS
                 if sender.is_dead or late or sender.server not in alive:
                     await self._remove(sender, sender.failure or "its server is gone")
-            # a term that confirms changes nothing else
-            if not self.is_open:
+            if not self.is_open:  # confirm() does the rest
                 return
-            # a note every few seconds: what a recovery has lost can then be counted, at a write to etcd now and then
+            # a note every few seconds is what a later recovery counts its losses by
             end = self.committed.version
             if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
                 self._noted_at = now
@@ -347,9 +365,10 @@ class Leader:
     # ---------------------------------------------------------------- ending
 
     async def hand_over(self) -> None:
-        """Takes no more gradients, waits for those under way, and lets a member lead that has them all."""
+        """Take no more gradients, wait for those under way, and name a member that has them all as the next leader."""
         self.is_closing = True
-        await self.site.on_thread(lambda: None)  # what was computed before has been sent
+        # steps under way on the thread end first; then the loop runs the await_commit() that they have scheduled
+        await self.site.on_thread(lambda: None)
         await asyncio.sleep(0)
         if self._commits:
             await asyncio.wait(self._commits, timeout=HAND_OVER_SECONDS)
@@ -358,8 +377,8 @@ class Leader:
                 return
             try:
                 left = {n: e for n, e in self.record.endpoints.items() if n != self.site.name}
-                # a member that has every update leads next
                 healthy = (n for n, s in self.senders.items() if n in self.needed and not s.is_dead)
+                # nothing is acknowledged beyond the end from here on, so nothing stays reserved
                 end = self.committed.version
                 record = replace(self._noted(left), successor=next(healthy, ""), reserved=end)
                 self.reserved = min(self.reserved, end)

@@ -1,8 +1,11 @@
-"""Messages between replicas: their bytes, the sender that keeps their order, and the methods that receive them.
+"""Send and receive the messages between replicas; docs/replication.md has the table of them.
 
-An update names the end of the log before it, so one that comes late, twice or after a gap is known as that. A sender
-has one call under way and repeats it while the failure is quick and there is time. Any other failure is the end of it:
-the leader removes its server from the members, and the server takes a copy.
+Append carries an update from the leader to a follower, or none: then it is a probe. An update names the end of the log
+before it, so a follower recognises one that comes late, twice or after a gap.
+
+A Sender keeps the order of one follower's appends: it has one call under way. It repeats a call that failed at once,
+while there is time, because the server may be about to listen. Any other failure ends the Sender: the leader removes
+its server from the members, and the server takes a copy.
 """
 
 import asyncio
@@ -27,10 +30,10 @@ READY, HOST = f"/{SERVICE}/Ready", f"/{SERVICE}/Host"
 
 @dataclass(frozen=True)
 class Append:
-    """A leader's update, or without one a probe: does your log end at `end`?"""
+    """A leader's update, or a probe without one, which asks: does your log end at `end`?"""
 
     uid: str
-    term: Term  # of the leader who sends it
+    term: Term  # of the leader
     committed: int  # version that every member has
     end: End  # of the leader's log, up to this update
     update: Update | None = None
@@ -42,12 +45,12 @@ class Reply:
 
     is_accepted: bool
     end: End  # of its log
-    seen: Term  # the largest that it knows of
-    reason: str = ""  # of a refusal
+    seen: Term  # the largest term that it knows of
+    reason: str = ""  # why it is refused; "" for a log that ends elsewhere
 
 
 def append_message(append: Append) -> Message:
-    """The message of an append; an update has one tensor an input, whatever the number of its requests."""
+    """Return the message of an append. Its requests' rows are joined: one tensor an input, however many requests."""
     update = append.update
     meta = {"uid": append.uid, "committed": str(append.committed)}
     meta |= {**append.term.meta("term"), **_end("end", append.end)}
@@ -66,11 +69,13 @@ def append_message(append: Append) -> Message:
 
 
 def read_append(message: Message) -> Append:
-    """The append in a message; WireError if there is none."""
+    """Return the append in a message; WireError if there is none."""
+    # a probe has no tensors
     uid, end = message.meta.get("uid", ""), _read_end(message, "end")
     term, committed = Term.read(message, "term"), message.number("committed")
     if "ids" not in message.tensors:
         return Append(uid, term, committed, end)
+    # all parts must be there and fit together: ids [16 R], rows [R], grad and inputs [sum of rows, *] for R requests
     given = dict(message.tensors)
     ids, rows, grad = (given.pop(key, None) for key in ("ids", "rows", "grad"))
     inputs = [given[str(n)] for n in range(len(given)) if str(n) in given]
@@ -82,7 +87,9 @@ def read_append(message: Message) -> Append:
     total = sum(counts)
     if not counts or min(counts) < 1 or any(x.dim() < 1 or x.shape[0] != total for x in (grad, *inputs)):
         raise WireError("the rows of an update do not add up")
+    # apart again, by request
     by_request = zip(*(x.split(counts) for x in inputs), strict=True)
+    # 32 zeros stand for a request without an id
     requests = tuple(
         Request(name if name.strip("0") else "", tuple(xs), g)
         for name, g, xs in zip(unpack_ids(ids), grad.split(counts), by_request, strict=True)
@@ -103,18 +110,18 @@ def _read_end(message: Message, key: str) -> End:
     return End(Term.read(message, f"{key}_term"), message.number(f"{key}_version"))
 
 
-MAX_UNSENT = 1024  # entries; a server that is further behind takes a copy instead
-PAUSE = 0.05  # seconds between attempts
-QUICK = (errors.ExpertGone, errors.NoLeader)  # failures at once: the server may be about to listen
+MAX_UNSENT = 1024  # appends in a Sender's queue; a server that is further behind takes a copy instead
+PAUSE = 0.05  # seconds between two attempts
+QUICK = (errors.ExpertGone, errors.NoLeader)  # failures that come at once: the server may be about to listen
 
 
 class Sender:
-    """put() messages; each future has the reply, or None if there never will be one (then is_dead)."""
+    """Sends appends to one server in order. put() returns a future of the reply, or of None once the sender is dead."""
 
     def __init__(self, peers: Caller, server: str, endpoint: str, timeout: float):
         self.server, self.endpoint = server, endpoint
         self.is_dead = False
-        self.failure = ""
+        self.failure = ""  # why it is dead
         self.begun = asyncio.get_running_loop().time()
         self._peers, self._timeout = peers, timeout
         self._queue: asyncio.Queue[tuple[Append, asyncio.Future[Reply | None]]] = asyncio.Queue()
@@ -134,16 +141,18 @@ class Sender:
             append, future = await self._queue.get()
             try:
                 reply = await self._send(append)
+                # a follower that refuses an update would refuse all later ones too; a probe's answer may be no
                 if not reply.is_accepted and append.update is not None:
                     self._die(reply.reason or "refused")
                 settle(future, reply)
-            except Exception as error:  # whatever it is: this server does not follow any more
+            except Exception as error:
+                # of any kind: with a sender that ended silently, updates would wait for ever
                 self._die(f"{type(error).__name__}: {error}")
-            finally:  # after stop() too: a caller waits for it
+            finally:  # also when stop() cancels this: a caller waits for the future
                 settle(future, None)
 
     async def _send(self, append: Append) -> Reply:
-        """Repeats a call that failed at once, within the timeout: a second copy does no harm."""
+        """Call until it succeeds, fails slowly, or time is up; a follower recognises an append that comes twice."""
         clock = asyncio.get_running_loop().time
         data, end = encode(append_message(append)), clock() + self._timeout
         while True:
@@ -167,13 +176,13 @@ class Sender:
 
 
 def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None:
-    """Sets a result, unless there is one."""
+    """Set a future's result, unless it has one."""
     if not future.done():
         future.set_result(result)
 
 
 def reply_message(reply: Reply) -> Message:
-    """The message of a reply."""
+    """Return the message of a reply."""
     meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
     return Message({}, {**meta, **reply.seen.meta("seen"), **_end("end", reply.end)})
 
@@ -181,23 +190,23 @@ def reply_message(reply: Reply) -> Message:
 def replica_handlers(
     answer: Callable[[str, Message], Awaitable[Message]], intake: Intake, compute: ComputeThread
 ) -> grpc.GenericRpcHandler:
-    """The methods. Servers admit each other as they admit those who send gradients; a copy comes in parts.
+    """Make the grpc methods that other servers call; a copy (Join) comes in parts.
 
-    answer(path, message) -> what this server answers. intake: with a budget of its own. Calls of clients wait for
-    updates at other servers, and would these wait for the clients' memory, two servers that follow each other would
-    wait for ever.
+    answer(path, message) -> this server's answer. intake: one with a budget of its own. Clients' gradients hold memory
+    while they wait for followers; if their Appends had to wait for that memory, two servers that follow each other
+    could wait for ever. Servers need the same rights as clients that send gradients (service.CHANGES).
     """
 
     async def handle(path: str, call: Call) -> Message:
         try:
-            if path == JOIN:  # the copy is as large as the expert
+            if path == JOIN:  # memory for the copy, which is as large as the expert
                 size = compute.host.state_bytes(call.message.text(protocol.UID))
                 await call.held.wait_for(size, (call.deadline - time.monotonic()) * SHARE_FOR_ROOM)
             reply = await answer(path, call.message)
         except ValueError as error:
             raise WireError(str(error)[:500]) from None
         if path == APPEND and (call.message.tensors and reply.meta["accepted"] == "1"):
-            # It is answered when it is in the log, but its tensors are needed until they are applied.
+            # It is answered once it is in the log, but its tensors hold memory until the weights have it.
             held = call.held.move()
             applied = asyncio.wrap_future(compute.call(lambda: None))
             applied.add_done_callback(lambda _: held.release())

@@ -1,8 +1,12 @@
-"""Recovery: what a server does about an expert that nobody leads. No effects: a function of what it sees.
+"""Decide what a server does about an expert that no server leads. Pure functions of what it sees: no effects.
 
-A member in the record has every acknowledged update, so any of them may lead at once. Where none is left, the servers
-that have some state offer the end of their logs, and the best one leads after a wait, in which a member may return.
-What its log lacks is lost, and counted: the record says how far the last leader may have acknowledged.
+    A member in the record    has every acknowledged update, so any of them may lead at once (LEAD). If the last leader
+                              has named a successor that lives, the others leave it SUCCESSOR_SECONDS.
+    Any other server          offers the end of its log (OFFER). If no member is left that could lead, the server with
+                              the largest end leads after a wait, in which a member or a newer state may return
+                              (RECOVER).
+What the log of a recovery lacks is lost, and counted (Loss): the record says how far the log had come at the last note,
+and up to which version (`reserved`) the last leader may have acknowledged updates since.
 """
 
 import enum
@@ -12,9 +16,10 @@ from dataclasses import dataclass
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.server.ledger import End, Term
 
-RECOVERY_LOOK = 1.0  # seconds for which servers wait for each other's offers
-MAX_STARTS = 32  # terms whose beginning a record has
-SUCCESSOR_SECONDS = 1.0  # that the server has which the last leader named
+# seconds to wait for other servers' offers, if nothing that the record knows of is lacking
+RECOVERY_LOOK = 1.0
+MAX_STARTS = 32  # terms, the last ones, whose first versions a record keeps
+SUCCESSOR_SECONDS = 1.0  # for which the other members leave the lead to the successor in the record
 
 
 class Action(enum.Enum):
@@ -26,18 +31,18 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Vacancy:
-    """An expert without a leader, as one server sees it."""
+    """An expert without a leader, as one server sees it: the input of every function here."""
 
-    server: str  # the one that decides
+    server: str  # that decides
     end: End  # of its log
     is_able: bool  # its state can be trusted, if the record has it as a member
     record: keys.Members | None
     revision: int  # of the record
     alive: Collection[str]  # servers with a lease
     offers: Mapping[str, keys.Offer]  # by server
-    seconds: float  # since nobody leads under this record
-    hopeless_seconds: float  # since no member is alive that could lead
-    recovery_wait: float  # seconds for a newer state than what is offered
+    seconds: float  # since when nobody leads under this record
+    hopeless_seconds: float  # since when no member is alive that could lead
+    recovery_wait: float  # seconds that a recovery which would lose updates waits for a newer state
     ttl: float  # of leases
     start: int | None = None  # version at which the term of the end began
     requests: int = 0  # gradients in the log up to the end
@@ -46,47 +51,50 @@ class Vacancy:
 
 @dataclass(frozen=True)
 class Loss:
-    """Updates that a recovery under way would lose."""
+    """Updates that a recovery loses."""
 
-    updates: int  # that etcd knows of
+    updates: int  # those that the record knows of
     gradients: int  # in these updates, at least
-    most: int  # updates that may have been acknowledged
+    most: int  # updates that may have been acknowledged and are lost, at most
     since: float  # time.time() of the last leader at its last note
 
 
 def decide(vacancy: Vacancy) -> Action:
-    """Next action of a server; it is decided again at every change and on a timer."""
+    """Return a server's next action. It is decided anew at every change in etcd, and on a timer."""
+    # 1. a member with a sound state leads
     me, record = vacancy.server, vacancy.record or keys.Members()
     if me in record.endpoints and vacancy.is_able:
         is_named = record.successor not in ("", me) and record.successor in vacancy.alive
         return Action.WAIT if is_named and vacancy.seconds < SUCCESSOR_SECONDS else Action.LEAD
+    # 2. any other server offers, unless its offer is already there
     if vacancy.offers.get(me) != keys.Offer.of(vacancy.end, vacancy.revision):
         return Action.OFFER
+    # 3. the largest offer under this record wins; the name decides between equal ends, on all servers alike
     offers = {
-        name: (offer.end, name)  # the name decides between equal ends, everywhere alike
+        name: (offer.end, name)
         for name, offer in vacancy.offers.items()
         if offer.record == vacancy.revision and name in vacancy.alive
     }
     if any(name in vacancy.alive and name not in offers for name in record.endpoints):
-        return Action.WAIT  # a member that can lead does so
+        return Action.WAIT  # a member that makes no offer leads, or is about to
     if max(offers.values(), default=None) != (vacancy.end, me):
         return Action.WAIT
-    # the wait is short only for one that has all that the record knows of
+    # 4. it waits for a better state, but not long if it has all that the record knows of
     if vacancy.record is None and set(vacancy.alive) == {me} and not vacancy.lacks:
         wait = 0.0  # a new expert, and the only server
     elif vacancy.end >= record.end and not vacancy.lacks:
         wait = RECOVERY_LOOK
     else:
         wait = vacancy.recovery_wait
-    if record.voided:  # a leader of before may have its lease still
+    if record.voided:  # a leader from before etcd went back may still have its lease
         wait = max(wait, vacancy.ttl)
     return Action.RECOVER if vacancy.hopeless_seconds >= wait else Action.WAIT
 
 
 def count_lost(vacancy: Vacancy) -> int:
-    """Updates that the record, or a damaged checkpoint here, had and this server has not.
+    """Count updates that the record, or a damaged checkpoint here, had and this server lacks.
 
-    Its own of later versions are of an older term.
+    Its log may have a larger version and still lack some: updates of an older term, which the record's has replaced.
     """
     record = vacancy.record or keys.Members()
     damaged = max(0, vacancy.lacks - vacancy.end.version)
@@ -96,19 +104,22 @@ def count_lost(vacancy: Vacancy) -> int:
 
 
 def count_lost_at_most(vacancy: Vacancy) -> int:
-    """No more updates than these were acknowledged and are not in this server's log."""
+    """Bound the updates that were acknowledged and that this server lacks: up to the record's `reserved`."""
     record = vacancy.record or keys.Members()
     return max(count_lost(vacancy), record.reserved - _version_in_common(record, vacancy.end))
 
 
 def _version_in_common(record: keys.Members, end: End) -> int:
-    """The version up to which a log with this end is the record's: a later term may have begun before its end."""
+    """Return the version up to which a log with this end agrees with the record's log.
+
+    Where a later term than the end's began at an earlier version, the logs part there.
+    """
     later = [start for term, start in record.starts.items() if int(term) > end.term.number]
     return min([end.version, *later])
 
 
 def loss_of(vacancy: Vacancy) -> Loss:
-    """Count what is lost if this server leads."""
+    """Return what is lost if this server leads."""
     record, lost = vacancy.record or keys.Members(), count_lost(vacancy)
     # each update has one gradient or more
     gradients = max(lost, record.requests - vacancy.requests) if lost else 0
@@ -116,20 +127,20 @@ def loss_of(vacancy: Vacancy) -> Loss:
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
-    """Add the start of one more term; the oldest are forgotten."""
+    """Return the first versions of terms with one more; only the last MAX_STARTS are kept. JSON has text as keys."""
     known = sorted({**{int(t): v for t, v in starts.items()}, term: version}.items())
     return {str(t): v for t, v in known[-MAX_STARTS:]}
 
 
 def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> keys.Members:
-    """The record with which a server leads."""
+    """Return the record with which a server begins to lead."""
     record = vacancy.record or keys.Members()
     endpoints = record.endpoints if action is Action.LEAD else {}
     known = vacancy.end if action is Action.RECOVER else max(vacancy.end, record.end)
     starts = record.starts
     if action is Action.RECOVER:  # what its log lacks is no part of the history any more
         starts = {t: v for t, v in starts.items() if int(t) <= vacancy.end.term.number}
-    # the last leader may have died before its first note
+    # the last leader may have died before it noted the start of its own term
     if vacancy.start is not None and vacancy.end >= known:
         starts = with_start(starts, vacancy.end.term.number, vacancy.start)
     requests = vacancy.requests if vacancy.end == known else record.requests
@@ -146,7 +157,7 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
 
 
 def voided(record: keys.Members | None, end: End, seen: Term, epoch: int) -> keys.Members:
-    """The record after the registry went back: nobody is known to have everything."""
+    """Return the record after etcd went back: no server is known to have every acknowledged update."""
     record = record or keys.Members()
     return record.reaching(
         max(end, record.end),

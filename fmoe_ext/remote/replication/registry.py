@@ -1,15 +1,16 @@
-"""Registry: a server's lease in etcd, its transactions there, and what it has seen; Site: a server and its ways out.
+"""Registry: a server's lease in etcd, its transactions, and its view of the keys. Site: what Leader and Replica need.
 
 Four rules keep a server from acting on what is no longer true.
-    lease   All that it claims (its entry, a leader's key, offers) lies under one lease and vanishes with it. It counts
+    lease   All that it claims (its entry, leader's keys, offers) lies under one lease and vanishes with it. It counts
             the lease from before it asked for the renewal, so it stops leading before etcd lets another server lead.
-    guards  A write compares the revision on which it was decided: of the leader's key, or of the record. A write of a
-            former leader that comes late changes nothing.
-    lost    A transaction may have been done although no answer came. A leader whose write is not answered leads no
-            more, and a server gives back a leader's key in its name that it knows nothing of (`abandon`).
-    view    An older revision of a key never replaces a newer one, whether the watch or an answer brings it, and a
-            transaction reads back what it has written. A store whose revision shrinks was restored from a backup or
-            replaced: `num_returns` counts that, and everything is read anew.
+    guards  A write compares the revision on which it was decided: of the leader's key, or of the record. So a late
+            write of a former leader changes nothing.
+    lost    A transaction may have been done although no answer came. So a leader whose write is not answered ends its
+            term, and a server gives back any leader's key in its name that it knows nothing of (`abandon`).
+    view    The watch and the answers of transactions both bring keys, in no order; an older revision of a key does not
+            replace a newer one. A transaction reads back what it has written, so the view is never older than that. A
+            store whose revision shrinks was restored from a backup or replaced: `num_returns` counts that, and
+            everything is read anew.
 """
 
 import asyncio
@@ -33,24 +34,24 @@ RETRY_SECONDS = 0.5  # between two attempts to reach etcd
 
 
 class _View:
-    """etcd's keys as this server has seen them last. An older revision of a key never replaces a newer one."""
+    """etcd's keys as this server has last seen them."""
 
     def __init__(self) -> None:
         self.entries: dict[str, Entry] = {}
-        self._uids: dict[str, set[str]] = {}  # uid: its keys
+        self._uids: dict[str, set[str]] = {}  # uid: its keys; servers' keys are in entries alone
 
     def leader(self, uid: str) -> tuple[keys.Leader | None, int]:
-        """Leader, and the create revision of its key; (None, 0) without one."""
+        """Return the leader and the create revision of its key; (None, 0) without a key, (None, n) for a bad value."""
         entry = self.entries.get(keys.leader_key(uid))
         return (None, 0) if entry is None else (keys.load(keys.Leader, entry.value), entry.create_revision)
 
     def members(self, uid: str) -> tuple[keys.Members | None, int]:
-        """The record, and the revision of that key; (None, 0) if the expert has never been."""
+        """Return the record and the revision of its key; (None, 0) if the expert has never been led."""
         entry = self.entries.get(keys.members_key(uid))
         return (None, 0) if entry is None else (keys.load(keys.Members, entry.value), entry.mod_revision)
 
     def servers(self) -> dict[str, keys.ServerEntry]:
-        """The servers that live."""
+        """Return the servers that live, by name."""
         found = (
             (k, keys.load(keys.ServerEntry, e.value))
             for k, e in self.entries.items()
@@ -59,14 +60,14 @@ class _View:
         return {key.removeprefix(keys.SERVERS): server for key, server in found if server is not None}
 
     def offers(self, uid: str) -> dict[str, keys.Offer]:
-        """Offers of servers for an expert without a leader."""
+        """Return the offers of servers for an expert without a leader, by server."""
         prefix = keys.candidate_key(uid, "")
         mine = (key for key in self._uids.get(uid, ()) if key.startswith(prefix))
         found = ((key, keys.load(keys.Offer, self.entries[key].value)) for key in mine)
         return {key.removeprefix(prefix): offer for key, offer in found if offer is not None}
 
     def uids(self) -> list[str]:
-        """Every expert that has ever been."""
+        """Return every expert that has a record: that was ever led."""
         return [uid for uid in self._uids if keys.members_key(uid) in self.entries]
 
     def clear(self) -> None:
@@ -74,7 +75,7 @@ class _View:
         self._uids.clear()
 
     def replace(self, uid: str, entries: Sequence[Entry]) -> None:
-        """All keys of an expert, as an answer has them."""
+        """Replace all keys of an expert by those in an answer."""
         for key in self._uids.get(uid, set()) - {entry.key for entry in entries}:
             self._drop(key)
         for entry in entries:
@@ -83,7 +84,7 @@ class _View:
     def take(self, entry: Entry, is_deletion: bool = False) -> None:
         known = self.entries.get(entry.key)
         if known is not None and known.mod_revision > entry.mod_revision:
-            return
+            return  # the watch is behind a transaction
         if is_deletion:
             self._drop(entry.key)
             return
@@ -98,26 +99,26 @@ class _View:
 
 
 class Registry:
-    """One server's lease in etcd, its transactions there, and its view. changed() is called when the view changes."""
+    """A server's lease in etcd, its transactions, and its view. changed(): called when view or lease change."""
 
     def __init__(self, store: EtcdClient, server: str, ttl: float):
         self.store, self.server = store, server
-        self.ttl = ttl  # seconds without contact to etcd, and all that is under the lease is gone
+        self.ttl = ttl  # seconds without contact to etcd after which everything under the lease is gone
         self.changed: Callable[[], None] = lambda: None
         self.view = _View()
-        self.num_returns = 0  # how often the registry went back: it was restored from a backup, or replaced
+        self.num_returns = 0  # how often etcd went back: it was restored from a backup, or replaced
         self._revision = 0  # the largest in an answer
-        self._cluster = 0
-        self.lease = 0  # the present one: who became leader under an earlier one leads no more
-        self._lease_ends = 0.0
-        self._entry = b""
+        self._cluster = 0  # id of the etcd cluster in the last answer; 0: none yet
+        self.lease = 0  # the present one; a Leader that began under an earlier one leads no more
+        self._lease_ends = 0.0  # by _clock
+        self._entry = b""  # of this server, as it was last written
         self._tasks: list[asyncio.Task[None]] = []
-        self._stale = asyncio.Event()  # the view must be read anew
+        self._stale = asyncio.Event()  # set: the view must be read anew
         self._clock: Callable[[], float] = lambda: 0.0
 
     async def start(self, entry: keys.ServerEntry) -> None:
-        """Registers the server and begins to watch."""
-        # it only counts: who sets the wall clock makes no lease longer
+        """Get a lease, register the server under it, read all keys, and begin to watch them."""
+        # a monotonic clock: setting the wall clock must make no lease longer
         self._clock = asyncio.get_running_loop().time
         self._entry = keys.dump(entry)
         await self._new_lease()
@@ -125,7 +126,7 @@ class Registry:
         self._tasks = [asyncio.create_task(self._keep_lease()), asyncio.create_task(self._watch(revision))]
 
     async def stop(self) -> None:
-        """Gives the lease back: the world sees at once that this server is gone."""
+        """Give the lease back, so that the other servers see at once that this one is gone."""
         for task in self._tasks:
             task.cancel()
         self._lease_ends = 0.0
@@ -134,13 +135,13 @@ class Registry:
         await self.store.close()
 
     def has_lease(self) -> bool:
-        """True if etcd has this server's lease, by its own, more careful count."""
+        """True while the lease holds, by this server's count, which ends before etcd's."""
         return self._clock() < self._lease_ends
 
-    # ---------------------------------------------------------------- what is changed
+    # ---------------------------------------------------------------- transactions
 
     async def lead(self, uid: str, me: keys.Leader, members: keys.Members, revision: int) -> int:
-        """Becomes the leader if nobody leads and the record is as at revision -> revision of the key, 0 if not."""
+        """Become the leader if none leads and the record is as at `revision` -> create revision of the key, else 0."""
         leader, record = keys.leader_key(uid), keys.members_key(uid)
         as_known = [etcd.created_at(leader, 0), etcd.changed_at(record, revision)]
         puts = [etcd.put(leader, keys.dump(me), self.lease), etcd.put(record, keys.dump(members))]
@@ -148,17 +149,17 @@ class Registry:
         return answer.revision if answer.succeeded else 0
 
     async def set_members(self, uid: str, guard: int, members: keys.Members) -> bool:
-        """Writes the record; False if another server leads."""
+        """Write the record; False if the leader's key is not the one with create revision `guard`."""
         own = etcd.created_at(keys.leader_key(uid), guard)
         put = etcd.put(keys.members_key(uid), keys.dump(members))
         return (await self._transact(uid, [own], [put])).succeeded
 
     async def resign(self, uid: str, guard: int, members: keys.Members) -> bool:
-        """Leads no more; the members that stay, and who of them should lead, are written with it."""
+        """Delete this leader's key and write the record: who stays a member, and who should lead next."""
         return await self._leave_to(uid, etcd.created_at(keys.leader_key(uid), guard), members)
 
     async def void(self, uid: str, members: keys.Members, revision: int) -> bool:
-        """Nobody leads, and the record is another one, if it is as at revision."""
+        """Delete any leader's key and write another record, if the record is as at `revision`."""
         return await self._leave_to(uid, etcd.changed_at(keys.members_key(uid), revision), members)
 
     async def _leave_to(self, uid: str, condition: Any, members: keys.Members) -> bool:
@@ -166,24 +167,24 @@ class Registry:
         return (await self._transact(uid, [condition], [etcd.delete(keys.leader_key(uid)), put])).succeeded
 
     async def abandon(self, uid: str, guard: int) -> None:
-        """Leads no more, and leaves the record as it is."""
+        """Delete this leader's key and leave the record as it is."""
         leader = keys.leader_key(uid)
         await self._transact(uid, [etcd.created_at(leader, guard)], [etcd.delete(leader)])
 
     async def offer(self, uid: str, offer: keys.Offer) -> None:
-        """Says which state this server has."""
+        """Offer the state that this server has of an expert without a leader."""
         key = keys.candidate_key(uid, self.server)
         await self._transact(uid, [], [etcd.put(key, keys.dump(offer), self.lease)])
 
     async def announce(self, entry: keys.ServerEntry) -> None:
-        """Keeps the entry of this server in etcd, also when etcd has lost it."""
+        """Write the entry of this server if it has changed, or if etcd has lost it."""
         value = keys.dump(entry)
         if value != self._entry or keys.SERVERS + self.server not in self.view.entries:
             self._entry = value
             await self._ask(success=[etcd.put(keys.SERVERS + self.server, value, self.lease)])
 
     async def _transact(self, uid: str, compare: Sequence[Any], success: Sequence[Any]) -> Answer:
-        """A transaction; what it was about is read with it, so that the view is never older than one's own writing."""
+        """Run a transaction on an expert's keys and read them all with it, so that the view shows what was written."""
         again = [etcd.read(f"{keys.EXPERTS}{uid}/", is_prefix=True)]
         answer = await self._ask(compare, [*success, *again], again)
         self.view.replace(uid, answer.ranges[-1])
@@ -192,12 +193,13 @@ class Registry:
     async def _ask(
         self, compare: Sequence[Any] = (), success: Sequence[Any] = (), failure: Sequence[Any] = ()
     ) -> Answer:
-        """A transaction that notices when the registry has gone back."""
+        """Run a transaction, and notice if etcd has gone back to an earlier revision."""
         before = self._revision
-        # half of a lease, so that a server that waits for etcd in vain can still step down in time
+        # half of a lease, so that a leader that waits for etcd in vain still steps down before its lease is over
         answer = await self.store.transact(compare, success, failure, timeout=self.ttl / 2)
         is_another = self._cluster not in (0, answer.cluster)
-        # etcd's revision only grows: one that shrinks comes from a backup, and what was written since is gone
+        # etcd's revision only grows; a smaller one is of a backup, and what was written since is gone. `before` is from
+        # before the question, for answers may overtake each other.
         if answer.revision < before or is_another:
             if self._revision >= before:  # not noticed by another call meanwhile
                 log.error(
@@ -222,7 +224,7 @@ class Registry:
         return answer.revision
 
     async def _watch(self, revision: int) -> None:
-        """Follows the changes; reads everything anew when the stream of them ends, or may have left some out."""
+        """Follow the changes of all keys; read everything anew when the stream ends, or when _stale is set."""
         while True:
             reading = asyncio.create_task(self._follow(revision))
             stale = asyncio.create_task(self._stale.wait())
@@ -248,22 +250,23 @@ class Registry:
             log.warning("%s; reading everything anew", error)
 
     async def _new_lease(self) -> None:
-        # before the request: this server must not believe in its lease for longer than etcd does
+        # from before the request: this server's count must end before etcd's
         begin = self._clock()
         self.lease = await self.store.grant(self.ttl)
         await self._ask(success=[etcd.put(keys.SERVERS + self.server, self._entry, self.lease)])
         self._lease_ends = begin + self.ttl
 
     async def _keep_lease(self) -> None:
-        """Renews; the transaction beside it is what notices a registry that went back."""
+        """Renew the lease for ever, or get a new one when it has ended."""
         was_reached = True
         while True:
-            # four times a lease: one renewal may be lost and one late
+            # four times in a lease: one renewal may be lost and one late
             await asyncio.sleep(self.ttl / 4)
             begin = self._clock()
             try:
                 returns = self.num_returns
                 if await self.store.keep_alive(self.lease, timeout=self.ttl / 2):
+                    # a transaction, because only its answer shows whether etcd went back: then the lease counts as over
                     await self._ask(success=[etcd.read(keys.SERVERS + self.server)])
                     if not was_reached:  # the stream of changes may have stopped as well
                         was_reached = True
@@ -284,17 +287,17 @@ class Registry:
 
 @dataclass(frozen=True)
 class Site:
-    """This server, and its ways to the world."""
+    """The name, options and connections of a server, which its Leaders and Replicas share."""
 
     name: str  # new after every start
     options: Replication
     registry: Registry
-    peers: Caller  # of other servers
+    peers: Caller  # calls other servers
     server: Server
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()
 
     def on_thread(self, function: Callable[[], T]) -> "asyncio.Future[T]":
-        """function() on the thread that computes, after all that it was given before."""
+        """Run function() on the thread that computes, after everything that was given to it before."""
         return asyncio.wrap_future(self.server.compute.call(function))

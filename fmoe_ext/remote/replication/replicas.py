@@ -1,12 +1,12 @@
-"""ReplicatedExperts: the placement of a server whose experts have replicas on others.
+"""ReplicatedExperts: the Placement of a server whose experts have replicas on other servers (--registry).
 
-Every TICK, and whenever its view of etcd changes, a server looks at each of its experts: who leads, what the record
-says, and what it does itself. From that alone follows one step: end a term, fill a vacancy, join, or find members.
-Nothing is remembered as done, so a message that was lost costs a look and not the expert.
+Every TICK, and whenever its view of etcd changes, a server looks at each of its experts (_look_at): who leads, what the
+record says, and what it does itself. From that alone follows its next step: end a term, fill a vacancy, join, or look
+for members. Nothing is remembered as done, so a lost message costs one look and not the expert.
 
-A vacancy is filled by an election without votes. recovery.decide() says at each look whether this server leads, offers
-its state or waits. To lead is one transaction, which fails if another server leads or the record has changed since it
-was read: of several servers that decide the same, one wins, and the others see its record at their next look.
+A vacancy is filled without votes. recovery.decide() says at each look whether this server leads, offers its state or
+waits. To lead is one transaction in etcd, which fails if another server leads or the record has changed since it was
+read. So of several servers that decide to lead one wins, and the others see its record at their next look.
 """
 
 import asyncio
@@ -39,11 +39,11 @@ from fmoe_ext.remote.server.service import Intake
 from fmoe_ext.remote.wire import MAX_MESSAGE_BYTES, STATE, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
-TICK = 0.5  # seconds between looks at everything, when nothing happens
+TICK = 0.5  # seconds between two looks at all experts while etcd shows no change
 
 
 class ReplicatedExperts:
-    """Does what docs/replication.md says: leads, follows, takes copies, recovers, and looks again on a timer."""
+    """Leads, follows, copies and recovers the experts of a server, as docs/replication.md says."""
 
     def __init__(
         self,
@@ -61,25 +61,27 @@ class ReplicatedExperts:
         self.replicas: dict[str, Replica] = {}
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
-        self._confirming: set[asyncio.Task[None]] = set()  # terms that begin
-        self._hosting: set[str] = set()  # experts that are being added
+        self._confirming: set[asyncio.Task[None]] = set()  # Leader.confirm() of terms that have just begun
+        self._hosting: set[str] = set()  # experts that host_expert() is adding
         self._stopping = False
-        self.max_hosted_bytes = share_of_memory(2) or float("inf")  # of experts that leaders ask for
+        # of the states of all experts, half of the memory: host_expert() refuses more
+        self.max_hosted_bytes = share_of_memory(2) or float("inf")
 
     # ---------------------------------------------------------------- the server's side
 
     async def start(self, server: Server) -> None:
-        """Hosts the server's experts and begins to lead or follow."""
+        """Host the server's experts, begin to lead or follow, and add the methods that other servers call."""
         await self.begin(server)
         most = server.options.max_message_bytes
         updates = dataclasses.replace(STATE, max_message_bytes=most)
-        # a follower must take what a leader may make, so there is room for one update at least
+        # A budget apart from clients' calls (replica_handlers says why), with room for the largest update at least: a
+        # follower must be able to take whatever a leader may send.
         intake = Intake(server.guard, ByteBudget(max(server.service.budget.limit, most)), updates)
         server.add_handlers(replica_handlers(self.answer, intake, server.compute))
         server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
     async def begin(self, server: Server) -> None:
-        """start() without the methods that other servers call."""
+        """Do start() without the methods that other servers call: the simulation of the tests has its own network."""
         self.server = server
         self._site = Site(self.name, self.options, self.registry, self.peers, server)
         loop = asyncio.get_running_loop()
@@ -100,12 +102,13 @@ class ReplicatedExperts:
         server.host.may_step = self.may_step
         server.service.may_read = self.may_read
         await self.registry.start(self._server_entry())
-        # named experts; else those with checkpoints, and as many others as are missing
+        # --expert_uids; without it the experts with checkpoints, and random unknown uids up to --num_experts
         uids = [check_uid(uid) for uid in server.options.expert_uids]
         if not uids:
             uids, known = server.saved_uids(), set(self.registry.view.uids())
             if (missing := server.options.num_experts - len(uids)) > 0:
                 pattern = Pattern(server.options.expert_pattern)
+                # len(known) more than needed: that many at most are left out
                 free = [u for u in pattern.sample(missing + len(known), random.Random()) if u not in known]
                 uids = uids + [uid for uid in free if uid not in uids][:missing]
         await server.add_experts(uids)
@@ -113,13 +116,15 @@ class ReplicatedExperts:
             self._add(uid)
         server.metrics.gauge("led_experts", lambda: self._count(Role.LEADER))
         server.metrics.gauge("followed_experts", lambda: self._count(Role.FOLLOWER))
-        await self._reconcile()  # a second one decides on the offers of the first
+        # Two looks, and the terms that they begin, before the first call can come: the second one decides on the offers
+        # that the first one has made.
+        await self._reconcile()
         await self._reconcile()
         await asyncio.gather(*self._confirming)
         self._task = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """Hands every expert that is led to a follower that has all updates, then leaves."""
+        """Hand each expert that this server leads to a member with all updates, then give the lease back."""
         self._stopping = True
         joins = [replica.joining for replica in self.replicas.values()]
         for task in (self._task, *self._confirming, *joins):
@@ -133,7 +138,7 @@ class ReplicatedExperts:
         await self.peers.close()
 
     def describe(self, uid: str) -> dict[str, str]:
-        """Role, term and committed version of this server's replica."""
+        """Return role, term and committed version of this server's replica, for Info and the status page."""
         replica = self.replicas.get(uid)
         if replica is None:
             return {}
@@ -144,7 +149,7 @@ class ReplicatedExperts:
         return {protocol.ROLE: role, protocol.TERM: term, protocol.COMMITTED: committed}
 
     def may_step(self, uid: str) -> None:
-        """Raises NotLeader unless this server takes the gradients of an expert; from any thread."""
+        """Raise NotLeader unless this server takes the gradients of an expert; from any thread."""
         replica = self.replicas.get(uid)
         leader = None if replica is None else replica.leader
         if leader is None or not leader.takes_steps():
@@ -152,10 +157,10 @@ class ReplicatedExperts:
             raise NotLeader(f"not the leader of {uid}: {other.endpoint if other else 'nobody'} is")
 
     def may_read(self, uid: str) -> None:
-        """Raises NotLeader unless this server is a member of an expert, as it sees etcd: others may lack updates."""
+        """Raise NotLeader unless this server is a member of an expert, as it sees etcd: others may lack updates."""
         record, _ = self.registry.view.members(uid)
         if record is None or self.name not in record.endpoints:
-            # begins as clients know it: they look up where the expert is now
+            # begins with protocol.NOT_LEADER, by which clients know that they have to look the expert up again
             raise NotLeader(f"not the leader of {uid}, and no member: it may lack acknowledged updates")
 
     def _add(self, uid: str) -> None:
@@ -173,7 +178,7 @@ class ReplicatedExperts:
     # ---------------------------------------------------------------- calls of other servers
 
     async def answer(self, path: str, message: Message) -> Message:
-        """The answer to a call of another server."""
+        """Answer a call of another server; path: one of messages.APPEND, JOIN, READY and HOST."""
         if path == messages.APPEND:
             append = messages.read_append(message)
             if append.uid not in self.replicas:
@@ -196,10 +201,10 @@ class ReplicatedExperts:
         return Message()
 
     async def host_expert(self, uid: str) -> None:
-        """A leader asks this server to be a replica of an expert.
+        """Begin to host an expert whose leader asks this server to become a replica; it then joins by itself.
 
-        Every caller may ask, so only an expert is hosted that the registry has and that lacks replicas, while the
-        state of all experts fits in half of the memory.
+        Any admitted caller may ask, so this is refused unless etcd has the expert, it lacks replicas, and the states of
+        all experts fit in half of the memory.
         """
         if uid not in self.replicas and uid not in self._hosting and not self._stopping:
             check_uid(uid)
@@ -211,6 +216,7 @@ class ReplicatedExperts:
             if record is None or len(record.endpoints) >= self.options.replicas:
                 why = "has its replicas" if record else "is no expert that the registry knows"
                 raise ValueError(f"{uid} {why}: this server does not host it")
+            # all experts of a server are of one class and width: the new one is as large as the largest
             host = self.server.host
             sizes = [host.state_bytes(known) for known in host.experts]
             if sizes and sum(sizes) + max(sizes) > self.max_hosted_bytes:
@@ -220,7 +226,8 @@ class ReplicatedExperts:
                 )
             self._hosting.add(uid)
             try:
-                await self.server.add_experts([uid])  # with what a checkpoint of an earlier process has
+                # from its checkpoint, if an earlier process left one here
+                await self.server.add_experts([uid])
                 self._add(uid)
             finally:
                 self._hosting.discard(uid)
@@ -237,11 +244,12 @@ class ReplicatedExperts:
                 await self._reconcile()
             except (DiscoveryError, errors.RemoteError) as error:
                 log.warning("replication: %s", error)
-            except Exception:  # the next look may do better; none at all would be the end
+            except Exception:
+                # the next look may succeed; without this loop the experts would never be led again
                 log.exception("replication: a look at the experts failed")
 
     async def _reconcile(self) -> None:
-        if not self.registry.has_lease():
+        if not self.registry.has_lease():  # another server may lead by now
             for replica in self.replicas.values():
                 if replica.leader is not None:
                     replica.leader.end("its lease is over")
@@ -252,27 +260,32 @@ class ReplicatedExperts:
             await self._look_at(replica)
 
     async def _look_at(self, replica: Replica) -> None:
-        """The next step for one expert, whatever was done before."""
+        """Take the next step for one expert; which one follows from what etcd shows now, not from earlier steps."""
         record, revision = self.registry.view.members(replica.uid)
         leader, guard = self.registry.view.leader(replica.uid)
         own = replica.leader
+        # 1. etcd went back: its record cannot be trusted
         if replica.needs_void(record, self.registry.num_returns):
             await self._void(replica, record, revision)
+        # 2. no server leads
         elif leader is None:
             if own is not None:
                 own.end("its key is gone")
             replica.stop_copying()
             await self._fill(replica, record, revision)
+        # 3. another server leads: follow it, or take a copy
         elif leader.server != self.name:
             replica.vacant, replica.loss = None, None
             if own is not None:
                 own.end(f"{leader.endpoint} leads")
             replica.follow(leader, record)
+        # 4. the key has this server's name but is not of the term that it leads, as an answer of etcd was lost when the
+        # term began or ended: give the key back
         elif own is None or own.guard != guard:
-            # the key is not this leader's: an answer of the registry was lost, on the way up or down
             if own is not None:
                 own.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)
+        # 5. this server leads
         elif own.holds():
             await own.look_after()
         else:
@@ -281,7 +294,7 @@ class ReplicatedExperts:
     # ---------------------------------------------------------------- nobody leads
 
     async def _void(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
-        """The registry went back: it may name members that are none. Nobody leads until all have offered."""
+        """Void the record after etcd went back, for it may name wrong members; the best offer leads after a lease."""
         if replica.leader is not None:
             replica.leader.end("the registry went back")
         ledger = replica.ledger
@@ -293,16 +306,18 @@ class ReplicatedExperts:
             replica.epoch, replica.num_returns = new.epoch, self.registry.num_returns
 
     async def _fill(self, replica: Replica, record: keys.Members | None, revision: int) -> None:
-        """Leads, offers this server's state, or waits."""
+        """Lead, offer this server's state, or wait, as recovery.decide() says."""
         now, alive = self._site.now(), self.registry.view.servers().keys()
         offers = self.registry.view.offers(replica.uid)
         members = set() if record is None else record.endpoints.keys() - {self.name}
+        # the waits of decide() begin anew when the record changes
         if replica.vacant is None or replica.vacant[0] != revision:
             replica.vacant = revision, now
             replica.hopeless_since = now
+        # and while a member lives that has made no offer: such a one may lead at once
         if any(name in alive and name not in offers for name in members):
-            replica.hopeless_since = now  # a member that has not offered can lead
-        if replica.role is Role.JOINING:
+            replica.hopeless_since = now
+        if replica.role is Role.JOINING:  # its state is about to be replaced by a copy
             return
         vacancy = Vacancy(
             server=self.name,
@@ -327,7 +342,8 @@ class ReplicatedExperts:
             await self._lead(replica, vacancy, action)
 
     async def _lead(self, replica: Replica, vacancy: Vacancy, action: Action) -> None:
-        """Begins a term, if etcd lets this server: first it confirms its log with all members."""
+        """Begin a term if etcd grants it, count what a recovery loses, and confirm the log with all members."""
+        # 1. a term above all known ones
         known = 0 if vacancy.record is None else vacancy.record.term
         term = Term(max(known, replica.ledger.seen.number) + 1, self.name)
         record = recovery.next_record(vacancy, action, term, self.server.endpoint)
@@ -335,9 +351,12 @@ class ReplicatedExperts:
             replica.loss = recovery.loss_of(vacancy)
         me, lease = keys.Leader(self.name, self.server.endpoint), self.registry.lease
         guard = await self.registry.lead(replica.uid, me, record, vacancy.revision)
+        # the server may have got a new lease, or begun to copy, while etcd answered: the next look gives the key back
         if not guard or lease != self.registry.lease or replica.role is Role.JOINING:
             return
         replica.vacant = None
+
+        # 2. the leadership itself
 
         def ended() -> None:
             replica.become_idle()
@@ -345,6 +364,7 @@ class ReplicatedExperts:
 
         leader = Leader(self._site, replica.uid, replica.ledger, term, guard, record, ended)
         replica.role, replica.leader = Role.LEADER, leader
+        # 3. say what is lost; replica.loss is kept from the decision on, in case that etcd's answer was lost
         metrics = self.server.metrics
         metrics.add("leads_won_total")
         if (loss := replica.loss) is not None and loss.most:
@@ -359,6 +379,7 @@ class ReplicatedExperts:
                 *(replica.uid, loss.most, when, loss.updates, loss.gradients),
             )
         replica.ledger.lacks = 0
+        # 4. bring all members to this log, which opens the term
         task = asyncio.create_task(leader.confirm())
         self._confirming.add(task)
         task.add_done_callback(self._confirming.discard)

@@ -1,1 +1,1 @@
-"""The server: one process, an asyncio loop for the network and one thread a device for the experts."""
+"""Host experts: one process, with an asyncio loop for the network and one thread that computes."""

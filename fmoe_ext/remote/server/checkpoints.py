@@ -1,10 +1,14 @@
-"""Checkpoints: one file an expert, with a checksum over every byte; damaged files are named and kept.
+"""Checkpoints: save each expert to a file of its own and load it, with checksums over every byte.
 
-Disks return wrong bytes without an error, and a power cut leaves half a file. So a file is written under another name,
-synced and renamed, and what is read is compared before it is believed. A file that differs is set aside under a name
-of its own: nothing overwrites what may be the only copy.
-A file is a safetensors file. Its last tensor, "checksums" [n + 1, 16], holds the BLAKE2b digest of each MiB before it,
-the header included, and a digest of those n digests.
+Disks return wrong bytes without an error, and a power cut leaves half a file. So a file is written under another
+name, synced and renamed, and every byte that is read is compared before it is used. A damaged file is set aside under a
+name of its own, so that nothing overwrites what may be the only copy. A file is a safetensors file (wire.py):
+    8 bytes   length N of the header
+    N bytes   the header, JSON; its metadata name the expert and its version
+    tensors   weights, optimizer, request ids (state.py)
+    checksums [n + 1, 16] uint8, the last tensor: the BLAKE2b digest of each MiB before it, then one of these n digests
+The table lies at the end, because a file is written in one pass, and its size follows from the file's size alone, so
+that it is found even if the header is damaged.
 """
 
 import contextlib
@@ -22,7 +26,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from fmoe_ext.remote.discovery import check_uid
+from fmoe_ext.remote.discovery import check_uid, is_uid
 from fmoe_ext.remote.security import lock_file
 from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, pieces
 
@@ -31,13 +35,13 @@ SUFFIX, DAMAGED, LOCK = ".safetensors", ".damaged-", ".lock"
 TABLE = "checksums"
 CHUNK, DIGEST = 1 << 20, 16  # bytes
 METHOD = f"blake2b-{8 * DIGEST} of every {CHUNK} bytes"
-READS = 3  # before a file counts as damaged: a read may fail or end early, and the next one not
-FILE = replace(WHOLE, max_tensors=WHOLE.max_tensors + 1)
-OLD_NAMES = ("weight/", "optimizer/", "applied.")  # all that files without checksums hold
+READS = 3  # before a file counts as damaged: one read may fail or end early and the next one succeed
+FILE = replace(WHOLE, max_tensors=WHOLE.max_tensors + 1)  # one more: the checksums
+OLD_NAMES = ("weight/", "optimizer/", "applied.")  # how all tensors of files without checksums are named
 
 
 class Damaged(Exception):
-    """A checkpoint does not hold what was written. version: of its expert; None if its header is damaged too."""
+    """A checkpoint does not hold what was written. version: of its expert; None if the header cannot be trusted."""
 
     def __init__(self, text: str, version: int | None = None):
         super().__init__(text)
@@ -45,11 +49,11 @@ class Damaged(Exception):
 
 
 class Misnamed(ValueError):
-    """A checkpoint has the name of another expert."""
+    """A checkpoint file has the name of one expert and holds another."""
 
 
 class Folder:
-    """Files of a folder of this machine, which is made if it is missing; every method may raise OSError."""
+    """The files of a local folder, which is made if it is missing; any method may raise OSError."""
 
     def __init__(self, path: Path):
         self.path = Path(path)
@@ -63,14 +67,14 @@ class Folder:
         return os.listdir(self.path)
 
     def open(self, name: str, fresh: bool = False) -> BinaryIO:
-        """fresh: reads the disk, not what the system remembers of it."""
+        """Open a file for reading; fresh: read the disk itself, not the system's cache of it."""
         file = open(self.path / name, "rb")  # noqa: SIM115
         if fresh and hasattr(os, "posix_fadvise"):
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         return file
 
     def write(self, name: str, parts: Iterable[Any]) -> None:
-        """Creates a file with these bytes, which are on the disk when it returns."""
+        """Create a file with these bytes; they are on the disk when this returns."""
         with open(self.path / name, "wb") as file:
             for part in parts:
                 file.write(part)
@@ -84,7 +88,7 @@ class Folder:
         (self.path / name).unlink(missing_ok=True)
 
     def sync(self) -> None:
-        """Returns when all renames are on the disk."""
+        """Return when all renames are on the disk."""
         folder = os.open(self.path, os.O_RDONLY)
         try:
             os.fsync(folder)
@@ -92,7 +96,7 @@ class Folder:
             os.close(folder)
 
     def lock(self) -> None:
-        """Keeps the folder for this process until unlock() or its end; InUse if another one has it."""
+        """Lock the folder for this process until unlock() or its end; InUse if another process has it."""
         self._locked = lock_file(
             self.path / LOCK,
             f"another server has the checkpoint folder {self.path}: stop it, or name another --checkpoint_dir",
@@ -109,26 +113,27 @@ class Checkpoints:
 
     def __init__(self, where: Path | Folder):
         self.files = Folder(where) if isinstance(where, (str, Path)) else where
-        self._lock = threading.Lock()  # of what a name stands for
+        # held while files are written or renamed, so that set_aside() moves no newer one
+        self._lock = threading.Lock()
 
     def begin(self) -> None:
-        """Locks the folder and removes what an earlier process left half written; Misnamed if a file was renamed."""
+        """Lock the folder, remove half-written files of an earlier process; Misnamed if a file was renamed."""
         self.files.lock()
         for name in self.files.names():
             if f"{SUFFIX}.tmp-" in name:
                 self.files.remove(name)
-        for uid in self.uids():
-            holds = self._uid_in_header(f"{uid}{SUFFIX}")
-            if holds is not None and holds != uid:
-                raise _misnamed(self.files, uid, holds)
+            elif name.endswith(SUFFIX):
+                uid, holds = name.removesuffix(SUFFIX), self._uid_in_header(name)
+                if holds is not None and holds != uid:
+                    raise _misnamed(self.files, uid, holds)
 
     def end(self) -> None:
-        """Unlocks the folder."""
-        with self._lock:  # after what a cancelled task is still writing
+        """Unlock the folder."""
+        with self._lock:  # a save whose task was cancelled may still be writing on its thread
             self.files.unlock()
 
     def save(self, state: Message) -> None:
-        """Writes, syncs, then takes the place of the file before: a crash leaves the old one or the new one."""
+        """Write a state to a new file, sync it and rename it over the old one: a crash leaves one of both, whole."""
         name = _file_name(state.meta["uid"])
         temporary = f"{name}.tmp-{os.getpid()}"
         with self._lock:
@@ -142,7 +147,8 @@ class Checkpoints:
             self.files.sync()  # the rename is not on the disk before the folder is
 
     def load(self, uid: str) -> Message | None:
-        """The state that was saved last; None without one, Damaged or Misnamed if it must not be used."""
+        """Return the state that was saved last; None without one, Damaged or Misnamed if it must not be used."""
+        # 1. read it, several times if it seems damaged
         name = _file_name(uid)
         for read in range(1, READS + 1):
             try:
@@ -151,6 +157,7 @@ class Checkpoints:
             except FileNotFoundError:
                 return None
             except OSError as error:
+                # EIO is the disk's fault; others, such as EACCES, no new read mends
                 if error.errno != errno.EIO:
                     raise
                 failure = Damaged(str(error))
@@ -160,6 +167,7 @@ class Checkpoints:
                 break
             if read == READS:
                 raise Damaged(f"the checkpoint {self.files}/{name} is damaged: {failure}", failure.version)
+        # 2. the state in it, without the table
         if TABLE not in state.meta:
             text = "%s/%s has no checksums, so that damage cannot be found: the next save adds them"
             log.warning(text, self.files, name)
@@ -169,7 +177,7 @@ class Checkpoints:
         return Message(tensors, {k: v for k, v in state.meta.items() if k != TABLE})
 
     def check(self, uid: str) -> Iterator[int]:
-        """Reads a file from the disk and yields the bytes read; Damaged if it is."""
+        """Read a file from the disk, yielding the number of bytes after each chunk; Damaged if it differs."""
         name = _file_name(uid)
         for read in range(1, READS + 1):
             try:
@@ -183,9 +191,10 @@ class Checkpoints:
                     raise Damaged(f"the checkpoint {self.files}/{name} is damaged: {error}") from None
 
     def set_aside(self, uid: str) -> str | None:
-        """Renames a damaged file, so that nothing reads or overwrites it -> its new name; None if it is whole again."""
+        """Rename a damaged file, so that nothing reads or overwrites it -> its new name; None if it is whole now."""
         name = _file_name(uid)
         with self._lock:
+            # read once more under the lock: a save may have replaced the file since
             with contextlib.suppress(Damaged):
                 for _ in self.check(uid):
                     pass
@@ -197,12 +206,13 @@ class Checkpoints:
             return f"{name}{DAMAGED}{number}"
 
     def uids(self) -> list[str]:
-        """Experts that have a file."""
-        return sorted(name.removesuffix(SUFFIX) for name in self.files.names() if name.endswith(SUFFIX))
+        """Return the experts that have a file; files with other names are not this server's."""
+        names = (name.removesuffix(SUFFIX) for name in self.files.names() if name.endswith(SUFFIX))
+        return sorted(filter(is_uid, names))
 
     def _uid_in_header(self, name: str) -> str | None:
-        """The uid that a file says it holds; None if that cannot be read, or is damaged."""
-        for _ in range(2 * READS):  # a start that misses a renamed file begins its expert anew
+        """Return the uid in a file's header; None if the header cannot be read, or is damaged."""
+        for _ in range(2 * READS):  # more often than elsewhere: missing a renamed file begins its expert anew
             with contextlib.suppress(OSError), self.files.open(name) as file:
                 if (uid := _read_meta(file).get("uid")) is not None:
                     return uid
@@ -223,21 +233,22 @@ def _misnamed(files: Folder, uid: str, holds: str) -> Misnamed:
 
 
 def encode_with_checksums(state: Message) -> Iterator[Any]:
-    """The bytes of a checkpoint, in parts."""
+    """Yield the bytes of a checkpoint in parts, with the checksums as the last one."""
 
     def without_table(num_chunks: int) -> list[Any]:
         table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8, device="cpu")
         return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
 
-    # the table's size depends on the file's, and the header that names it may grow by a digit: try until it holds
+    # 1. the number of chunks: the header names the table's size, and may grow by a digit with it, so try until it fits
     count, parts = 1, without_table(1)
     while (needed := -(-sum(map(len, parts)) // CHUNK)) != count:
         count, parts = needed, without_table(needed)
+    # 2. the parts, digested on the way; chunks of a MiB do not end where parts do
     digests, chunk, room = [], hashlib.blake2b(digest_size=DIGEST), CHUNK
     for part in parts:
         view = memoryview(part).cast("B")
         begin = 0
-        while begin < len(view):  # chunks do not end where parts do
+        while begin < len(view):
             piece = view[begin : begin + room]
             chunk.update(piece)
             begin += len(piece)
@@ -246,6 +257,7 @@ def encode_with_checksums(state: Message) -> Iterator[Any]:
                 digests.append(chunk.digest())
                 chunk, room = hashlib.blake2b(digest_size=DIGEST), CHUNK
         yield part
+    # 3. the last chunk, which may be shorter, and the table in place of the zeros that the header was made with
     if room < CHUNK:
         digests.append(chunk.digest())
     rows = b"".join(digests)
@@ -253,7 +265,7 @@ def encode_with_checksums(state: Message) -> Iterator[Any]:
 
 
 def decode_with_checksums(data: bytes) -> Message:
-    """The state in a file, with its table; Damaged unless every byte is as it was written."""
+    """Return the state in a file, with its table; Damaged unless every byte is as it was written."""
     try:
         for _ in _check_file(io.BytesIO(data)):
             pass
@@ -266,7 +278,7 @@ def decode_with_checksums(data: bytes) -> Message:
 
 
 def _num_chunks(size: int) -> int:
-    """The chunks of a file, which follow from its size alone; Damaged if no file has this size."""
+    """Return the number of chunks of a file, which follows from its size alone; Damaged if no file has this size."""
     # n chunks have n + 1 digests: size = end + DIGEST * (n + 1), with end between CHUNK * (n - 1) and CHUNK * n
     count = max(1, -(-(size - DIGEST) // (CHUNK + DIGEST)))
     if size - DIGEST * (count + 1) <= CHUNK * (count - 1):
@@ -275,9 +287,10 @@ def _num_chunks(size: int) -> int:
 
 
 def _check_file(file: BinaryIO) -> Iterator[int]:
-    """Compares each chunk with its digest and yields the bytes read; Damaged if one differs."""
+    """Compare each chunk with its digest, yielding its number of bytes; Damaged if one differs."""
     size = file.seek(0, os.SEEK_END)
     try:
+        # the table first: a file that was cut off, or whose table is damaged, shows there
         count = _num_chunks(size)
         end = size - DIGEST * (count + 1)
         file.seek(end)
@@ -285,6 +298,7 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
         rows, whole = table[:-DIGEST], table[-DIGEST:]
         if len(table) != size - end or _digest(rows) != whole:
             raise Damaged("its checksums are damaged, or it was cut off")
+        # then each chunk
         file.seek(0)
         for n in range(count):
             begin, stop = n * CHUNK, min((n + 1) * CHUNK, end)
@@ -292,7 +306,8 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
                 raise Damaged(f"bytes {begin} to {stop} differ from what was written")
             yield stop - begin
     except Damaged:
-        # a release before the checksums may have written it; no single damaged byte of a newer file looks like that
+        # A release before the checksums may have written it. One damaged byte cannot make a newer file look like that,
+        # which names the table twice: in the metadata and among the tensors.
         file.seek(0)
         with contextlib.suppress(WireError):
             old = decode(file.read(), FILE)
@@ -302,7 +317,7 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
 
 
 def _read_meta(file: BinaryIO) -> dict[str, str]:
-    """The metadata in the header of a file; {} if the header is damaged, whatever happened to the rest."""
+    """Return the metadata in a file's header if its first MiB is whole, whatever happened to the rest; else {}."""
     size = file.seek(0, os.SEEK_END)
     try:
         count = _num_chunks(size)
@@ -314,6 +329,7 @@ def _read_meta(file: BinaryIO) -> dict[str, str]:
         meta = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
     except (Damaged, ValueError, RecursionError, KeyError, TypeError):
         return {}
+    # without a table in its metadata it is a file of an earlier release
     is_trusted = _digest(data) == expected or (isinstance(meta, dict) and TABLE not in meta)
     return meta if is_trusted and isinstance(meta, dict) else {}
 

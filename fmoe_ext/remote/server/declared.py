@@ -1,11 +1,16 @@
-"""Experts with one owner each: claimed in a directory, copied by others in case the owner vanishes.
+"""Host experts with one owner each: DeclaredExperts claims them in a directory, WarmCopies copies those of others.
 
-A directory without a leader cannot promise that only one server serves an expert: two networks that were apart may both
-have given it away. So a server that loses its claim keeps the expert with all it has learned and stops serving it; a
-later claim may give it back.
+A directory without a leader, such as the DHT, cannot promise that only one server owns an expert: two networks that
+were apart may both have given it away. So a server that loses its claim keeps the expert with all it has learned, and
+stops serving it; a later claim may give it back.
+
+A holder of a warm copy looks at the owner by Info, and copies by State when something has changed. When the owner's
+record has expired, the holder claims the expert with its copy (_take_over). An owner that is asked to stop refuses
+gradients, says that it is leaving, and waits until holders have the last version (stop).
 """
 
 import asyncio
+import contextlib
 import logging
 import random
 import time
@@ -23,20 +28,20 @@ from fmoe_ext.remote.server.state import write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
 
 log = logging.getLogger("fmoe_ext.remote")
-HAND_OVER_SECONDS = 10.0  # for copies elsewhere to get the last version
+HAND_OVER_SECONDS = 10.0  # that an owner which stops waits for copies of the last version
 LOOK_SECONDS = 0.05  # between two looks whether they have it
-LOOKS_A_PERIOD = 5  # a look is small, and tells how many updates a takeover loses
-MAX_TRIED = 1024  # uids looked up at a time, for free ones
+LOOKS_A_PERIOD = 5  # a look is small, and by the last one a takeover counts what it loses
+MAX_TRIED = 1024  # uids looked up at a time, to find free ones
 COPY_SECONDS = 600.0  # for a copy to come whole: no gradient waits for it
 
 
 class WarmCopies:
-    """Looks at every owner LOOKS_A_PERIOD times a period, and copies what has changed once a period.
+    """Copies of experts that other servers own: looks LOOKS_A_PERIOD times a period, and copies changes once a period.
 
-    When the record of an owner has expired, the copy is declared and hosted here. What the owner did since the last
-    copy is lost: at most one period of updates, if the copies succeeded. updates_lost_total counts what is known of
-    it (the version at the last look less the copy's), takeovers_total how often it happened. An owner that is asked to
-    stop waits for a last copy: nothing is lost then.
+    When an owner's record has expired, its expert is claimed and hosted here. Updates since the last copy are lost: at
+    most one period of them, if copies succeeded. updates_lost_total counts those that are known (the version at the
+    last look less the copy's), takeovers_total the takeovers. An owner that is asked to stop waits for a last copy, so
+    that nothing is lost.
     """
 
     def __init__(
@@ -50,11 +55,11 @@ class WarmCopies:
         self.looks_every = min(period / LOOKS_A_PERIOD, LONGEST_LOOK)
         self.uids = [check_uid(uid) for uid in uids]
         self._caller = Caller(credentials)
-        self._copies: dict[str, tuple[float, Message]] = {}  # uid: when, state
+        self._copies: dict[str, tuple[float, Message]] = {}  # uid: time.monotonic() of the copy, state
         self._seen: dict[str, tuple[int, int]] = {}  # uid: the owner's version and gradients at the last look
 
     async def run(self, server: Server) -> None:
-        """Until it is cancelled."""
+        """Look and copy until cancelled."""
         try:
             while True:
                 await asyncio.sleep(self.looks_every)
@@ -77,7 +82,7 @@ class WarmCopies:
             await self._caller.close()
 
     async def _refresh(self, uid: str, endpoint: str) -> None:
-        """Looks at the owner, and takes a copy if there is something new and it is time, or the owner leaves."""
+        """Look at the owner, and take a copy if its version is new and a period has passed, or if it is leaving."""
         request = encode(Message({}, {protocol.UID: uid, protocol.LOOKS_EVERY: f"{self.looks_every:.3f}"}))
         info = await self._caller.call(endpoint, protocol.INFO, request, self.period)
         self._seen[uid] = info.number(protocol.VERSION, 0), info.number(protocol.REQUESTS, 0)
@@ -91,6 +96,7 @@ class WarmCopies:
             self._copies[uid] = time.monotonic(), state
 
     async def _take_over(self, server: Server, uid: str) -> None:
+        # claim first: of several holders one gets the expert
         _, copy = self._copies[uid]
         try:
             granted = await self.discovery.declare([uid], server.endpoint, server.options.ttl)
@@ -99,11 +105,22 @@ class WarmCopies:
             return
         if uid not in granted:
             return
+
+        def install() -> None:
+            try:
+                write_state(server.host, copy)
+            except WireError:
+                if uid in server.host.experts:  # half of a bad copy must not be served, nor declared again
+                    server.host.remove(uid)
+                raise
+
         try:
-            await asyncio.wrap_future(server.compute.call(lambda: write_state(server.host, copy)))
+            await asyncio.wrap_future(server.compute.call(install))
         except WireError as error:
+            # the copy is bad: another holder may have a better one
             log.error("%s cannot be taken over: %s", uid, error)
-            await self.discovery.withdraw([uid], server.endpoint)
+            with contextlib.suppress(DiscoveryError):  # the claim expires by itself; the other copies go on
+                await self.discovery.withdraw([uid], server.endpoint)
             return
         version, requests = self._seen.get(uid, (0, 0))
         updates = max(0, version - copy.number(protocol.VERSION, 0))
@@ -116,10 +133,10 @@ class WarmCopies:
 
 
 class DeclaredExperts:
-    """One owner an expert: uids are claimed in a directory and renewed while the server lives.
+    """The Placement of a server that owns its experts: it claims their uids in a directory, and renews the claims.
 
-    copies: of experts that others own, for when they vanish. An expert whose uid the directory gives to another server
-    is kept with all it has learned, saved, and not served; it is served again when the directory gives it back.
+    copies: WarmCopies of other servers' experts. An expert whose uid the directory gives to another server is saved,
+    kept with all it has learned, and not served until the directory gives it back.
     """
 
     def __init__(self, discovery: Discovery, copies: WarmCopies | None = None):
@@ -127,13 +144,14 @@ class DeclaredExperts:
         self._renewing: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
         self._server: Server | None = None
-        self._hidden: frozenset[str] = frozenset()  # experts that no beam search finds
+        self._hidden: frozenset[str] = frozenset()  # uids that no beam search finds
 
     async def start(self, server: Server) -> None:
-        """Claims the server's experts in discovery; ValueError if it cannot have as many as it shall."""
+        """Claim the server's experts and begin to renew the claims; ValueError if it cannot get all that it wants."""
         self._server = server
         server.metrics.gauge("hidden_experts", lambda: len(self._hidden))
         options, endpoint = server.options, server.endpoint
+        # 1. with --expert_uids all of these, or none
         mine = [check_uid(uid) for uid in options.expert_uids]
         if mine:
             granted = await self.discovery.declare(mine, endpoint, options.ttl)
@@ -143,12 +161,13 @@ class DeclaredExperts:
                 raise ValueError(
                     f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
                 )
-        else:  # those with checkpoints first, then free ones
+        # 2. without: those with checkpoints, as far as they are free, and random free ones up to --num_experts
+        else:
             pattern, wanted, rng = Pattern(options.expert_pattern), options.num_experts, random.Random()
             if before := server.saved_uids()[:wanted]:
                 mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
             saved, tried = len(mine), set[str]()
-            # more candidates than needed, or a grid that is nearly full would take a question for each free uid
+            # four candidates for each missing one, or a grid that is nearly full would take very many questions
             at_once = min(4 * (wanted - saved), MAX_TRIED)
             while len(mine) < wanted and len(tried) < pattern.size:
                 count = min(pattern.size, len(tried) + at_once)
@@ -160,26 +179,27 @@ class DeclaredExperts:
                     some, free = free[: wanted - len(mine)], free[wanted - len(mine) :]
                     granted = await self.discovery.declare(some, endpoint, options.ttl)
                     mine += [uid for uid in some if uid in granted]
-            mine[saved:] = sorted(mine[saved:], key=coordinates)
+            mine[saved:] = sorted(mine[saved:], key=coordinates)  # new ones in the grid's order, not as text
             if len(mine) < wanted:
                 await self.discovery.withdraw(mine, endpoint)
                 raise ValueError(
                     f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
                     "give a wider --expert_pattern or a smaller --num_experts"
                 )
+        # 3. host them
         await server.add_experts(mine)
         self._renewing = asyncio.create_task(self._renew(server))
         if self.copies is not None:
             self._copying = asyncio.create_task(self.copies.run(server))
 
     def describe(self, uid: str) -> dict[str, str]:
-        """Nothing: an expert that is declared has one server."""
+        """Return {}: an expert with one owner has no role and no term."""
         return {}
 
     async def _renew(self, server: Server) -> None:
         ttl, withheld = server.options.ttl, server.service.withheld
         while True:
-            await asyncio.sleep(ttl / 3)  # one renewal may fail without the loss of the claim
+            await asyncio.sleep(ttl / 3)  # one renewal may fail before the claim expires
             experts = dict(server.host.experts)
             metadata = {"version": str(max((e.version for e in experts.values()), default=0))}
             try:
@@ -191,7 +211,7 @@ class DeclaredExperts:
                 server.metrics.add("declare_failures_total")
                 continue
             self._note_hidden(mine)
-            # serve only experts that the directory gives to this server; the others stay here as they are
+            # serve only experts that the directory gives to this server; keep the others, unserved
             lost = experts.keys() - mine
             newly_lost = lost - withheld
             for uid in sorted(newly_lost):
@@ -206,7 +226,7 @@ class DeclaredExperts:
                 await server.save()
 
     def _note_hidden(self, granted: frozenset[str]) -> None:
-        """Warns of experts that are granted, but that no node shows to a beam search."""
+        """Warn of experts that were granted, but that no node of the DHT shows to beam searches."""
         found_at = granted.found_at if isinstance(granted, Granted) else {}
         hidden = frozenset(uid for uid, count in found_at.items() if count == 0)
         if new := sorted(hidden - self._hidden):
@@ -218,7 +238,8 @@ class DeclaredExperts:
         self._hidden = hidden
 
     async def stop(self) -> None:
-        """Withdraws them; they stay declared until the copies elsewhere are complete."""
+        """Withdraw the claims, once the copies at other servers have the last versions."""
+        # 1. no new takeovers here, no new gradients: a copy that is complete must not fall behind again
         await _end(self._copying)
         if (server := self._server) is not None:
             copies, experts = server.service.copies, server.host.experts
@@ -226,14 +247,16 @@ class DeclaredExperts:
             def may_step(uid: str) -> None:
                 raise NotLeader(f"not the leader of {uid}: this server is about to leave")
 
-            # no more gradients: a copy that is complete must not fall behind again
             copies.is_leaving, end = True, time.monotonic() + HAND_OVER_SECONDS
             server.host.may_step = may_step
-            await asyncio.wrap_future(server.compute.call(lambda: None))  # what was being computed is done
+            # a batch under way has ended by then
+            await asyncio.wrap_future(server.compute.call(lambda: None))
+            # 2. wait for holders of copies that look often enough
             while time.monotonic() < end:
                 if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
                     break
                 await asyncio.sleep(LOOK_SECONDS)
+        # 3. the claims last, or a holder could take over an older copy meanwhile
         await _end(self._renewing)
         if self._server is not None:
             try:

@@ -1,11 +1,12 @@
-"""Calls that wait, for memory (ByteBudget) or for the device (FairQueue): bounded, and fair among peers.
+"""Queue calls, for memory (ByteBudget) and then for the device (FairQueue): bounded, and fair among peers.
 
 A server that takes all that comes dies of the one client that sends too much. So a call first waits for memory, by the
-size that it announces, before a byte of it is read; then it waits in the queue of its peer, until the device is free.
-    bounded   what finds no room is refused at once, and its caller may go elsewhere
-    fair      of the memory a peer has half at most; the device takes one call of each peer in turn, so that a thousand
-              calls of one peer delay another one by one call and not by a thousand
-    batched   calls of one kind that wait are computed together, as many as fit
+size that it announces, before a byte of it is read; then it waits in the queue of its peer until the device is free.
+    bounded   a call that finds no room in a queue is refused at once, and its caller may go elsewhere
+    fair      a peer has half of the memory at most; the device takes one call of each peer in turn, so that a thousand
+              calls of one peer delay another peer's call by one call and not by a thousand
+    batched   waiting calls of one kind, forward or backward, are computed together, as many as fit
+ByteBudget lives on the event loop and needs no lock. FairQueue hands jobs from the loop to the thread that computes.
 """
 
 import asyncio
@@ -21,22 +22,24 @@ from fmoe_ext.memory import limits
 from fmoe_ext.remote.protocol import WINDOW_BYTES
 from fmoe_ext.remote.wire import STATE
 
-LEAST_WAITING = 16 * WINDOW_BYTES  # that may wait, however little memory calls may hold
-MAX_BATCH_TENSORS = STATE.max_tensors - 8  # the others of an update's message describe it
+# bytes in grpc's windows that may wait, even if ByteBudget's limit is lower
+LEAST_WAITING = 16 * WINDOW_BYTES
+# a batch becomes an update's message, where ids and rows are tensors too
+MAX_BATCH_TENSORS = STATE.max_tensors - 8
 
 
 def share_of_memory(part: int) -> int | None:
-    """A part-th of the machine's memory, or of its cgroups', in bytes; None where the size of that is unknown."""
+    """Return 1 / part of the memory in bytes, the machine's or its cgroups' if that is less; None if it is unknown."""
     sizes = [limit.num_bytes for limit in limits()]
     return max(1, min(sizes) // part) if sizes else None
 
 
 class QueueFull(Exception):
-    """No more calls may wait; the caller should come back later or go elsewhere."""
+    """No more calls may wait; the caller should try again later or elsewhere."""
 
 
 class DeadlinePassed(Exception):
-    """The caller does not wait for the answer any more."""
+    """The call's deadline is over: its caller waits no more."""
 
 
 @dataclass
@@ -45,12 +48,12 @@ class Job:
 
     uid: str
     inputs: tuple[torch.Tensor, ...]
-    # called once, with the result or an exception, on the thread that computes
+    # called once, with an Answer or an exception, on the thread that computes
     done: Callable[[object], None]
-    grad: torch.Tensor | None = None  # of the output: a backward call
-    request_id: str = ""
-    seen_version: int | None = None  # of the expert, when the caller went forward
-    peer: str = ""
+    grad: torch.Tensor | None = None  # of the output; None: a forward call
+    request_id: str = ""  # "": the client does not repeat it
+    seen_version: int | None = None  # of the weights in the caller's forward
+    peer: str = ""  # the caller's name, or address
     deadline: float = float("inf")  # time.monotonic()
     arrived: float = field(default_factory=time.monotonic)
 
@@ -80,7 +83,7 @@ class Held:
     count: int  # bytes
 
     def resize(self, count: int) -> None:
-        """Holds another number of bytes from now on; QueueFull, at once, if there is no room for more."""
+        """Hold `count` bytes from now on; QueueFull, at once, if there is no room for more than before."""
         more = count - self.count
         if more > 0 and not self.budget.has_room(self.peer, more, own=self.count):
             raise QueueFull(f"no room for a call of {count} bytes: {self.budget}")
@@ -88,43 +91,46 @@ class Held:
         self.budget.add(self.peer, more)
 
     async def wait_for(self, count: int, seconds: float) -> None:
-        """Holds count bytes instead, as soon as there is room for them; QueueFull after `seconds`."""
-        self.release()  # who waits must hold nothing, or two that wait for each other wait in vain
+        """Hold `count` bytes instead, as soon as there is room for them; QueueFull after `seconds`."""
+        # hold nothing while waiting: two calls that wait for each other's bytes would wait in vain
+        self.release()
         self.count = (await self.budget.take(self.peer, min(count, self.budget.limit), seconds)).count
 
     def move(self) -> "Held":
-        """Another holder of these bytes; this one holds none any more."""
+        """Give these bytes to a new holder, which is returned; this one holds none any more."""
         other, self.count = Held(self.budget, self.peer, self.count), 0
         return other
 
     def release(self) -> None:
-        """Gives back what it holds; again, nothing."""
+        """Give back all bytes; may be called again."""
         self.resize(0)
 
 
 class ByteBudget:
-    """The bytes of calls under way, over all peers, on one event loop. Of `limit` bytes a peer has half at most, or one
-    call. Who waits longer goes first.
+    """The bytes of calls under way, on one event loop: `limit` in all, of which a peer has half at most, or one call.
 
-    What waits costs memory too: of each call, grpc reads a window before the call is read. These bytes are counted
-    by themselves and bounded alike; what is beyond is refused at once.
+    Calls that wait are admitted in the order of their arrival. They cost memory too: grpc buffers a window of each
+    before it is read. These windows are counted apart and bounded alike; a call beyond that is refused at once.
     """
 
     def __init__(self, limit: int, max_waiting: int = 4096):
         self.limit, self.max_waiting = limit, max_waiting
-        self.num_bytes = 0
-        self.on_idle: Callable[[], None] = lambda: None  # nothing is held any more
-        self._of_peer: Counter[str] = Counter()
+        self.num_bytes = 0  # held
+        self.on_idle: Callable[[], None] = lambda: None  # called when nothing is held any more
+        self._of_peer: Counter[str] = Counter()  # bytes held
+        # peer and bytes, in the order of arrival
         self._waiting: dict[asyncio.Future[None], tuple[str, int]] = {}
 
     def __str__(self) -> str:
         return f"calls of {self.num_bytes} bytes are under way, at most {self.limit} (--max_bytes_in_flight)"
 
     async def take(self, peer: str, count: int, seconds: float) -> Held:
-        """Waits until there is room for a call, which holds it until its release(); QueueFull after `seconds`."""
+        """Wait until there is room for a call -> its Held, to be released; QueueFull after `seconds`, or at once."""
+        # 1. there is room, and no other call was first
         if not self._waiting and self.has_room(peer, count):
             self.add(peer, count)
             return Held(self, peer, count)
+        # 2. may it wait? Its window, and those that wait already, must fit
         others = [(name, min(size, WINDOW_BYTES)) for name, size in self._waiting.values()]
         of_peer = [size for name, size in others if name == peer]
         size, most = min(count, WINDOW_BYTES), max(self.limit, LEAST_WAITING)
@@ -133,13 +139,14 @@ class ByteBudget:
             raise QueueFull(
                 f"{len(others)} calls wait for memory, {len(of_peer)} of them of {peer}, and no more may: {self}"
             )
+        # 3. wait for its turn
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._waiting[turn] = peer, count
-        self._admit()  # those that wait may be of peers with more than their share
+        self._admit()  # it may pass calls whose peers have their share already
         try:
             await asyncio.wait_for(asyncio.shield(turn), seconds)
         except BaseException as error:
-            if self._waiting.pop(turn, None) is None:  # it was admitted at the moment when it gave up
+            if self._waiting.pop(turn, None) is None:  # it gave up just when it was admitted
                 self.add(peer, -count)
             self._admit()
             if isinstance(error, asyncio.TimeoutError):
@@ -151,12 +158,12 @@ class ByteBudget:
     def has_room(self, peer: str, count: int, own: int = 0) -> bool:
         """True if a call of a peer that holds `own` bytes may hold `count` more."""
         of_peer = self._of_peer[peer]
-        # its only call may be larger than a share, or a large call could never come
+        # a peer's only call may be larger than its share, or large calls would be refused for ever
         is_fair = of_peer == own or of_peer + count <= self.limit // 2
         return is_fair and self.num_bytes + count <= self.limit
 
     def add(self, peer: str, count: int) -> None:
-        """Counts bytes of a peer; bytes that become free go to who waits."""
+        """Count bytes of a peer, negative ones as free again; calls that wait get what has become free."""
         self.num_bytes += count
         self._of_peer[peer] += count
         if not self._of_peer[peer]:
@@ -169,7 +176,7 @@ class ByteBudget:
     def _admit(self) -> None:
         for turn, (peer, count) in list(self._waiting.items()):
             if self.num_bytes + count > self.limit:
-                break  # smaller calls behind it must not pass it for ever
+                break  # smaller calls behind it must wait too, or they could pass it for ever
             if not turn.done() and self.has_room(peer, count):
                 del self._waiting[turn]
                 self.add(peer, count)
@@ -177,7 +184,7 @@ class ByteBudget:
 
 
 class FairQueue:
-    """First in, first out for each peer, and in turn among peers. Tasks run alone, before the next batch."""
+    """Jobs in the order of arrival for each peer, peers in turn; and tasks, which run alone before the next batch."""
 
     def __init__(
         self,
@@ -187,25 +194,25 @@ class FairQueue:
         max_batch_bytes: float = float("inf"),
     ):
         self.max_waiting = max_waiting  # calls in all
-        self.max_of_peer = max_of_peer  # calls of one peer, so that nobody can fill the queue alone
+        self.max_of_peer = max_of_peer  # calls of one peer, so that none can fill the queue alone
         self.max_batch_rows = max_batch_rows  # exceeded only by a single call
         self.max_batch_bytes = max_batch_bytes  # of the tensors of a batch
         self._peers: OrderedDict[str, deque[Job]] = OrderedDict()  # in the order in which their turn comes
         self._tasks: deque[Callable[[], None]] = deque()
-        self._changed = threading.Condition()
-        self._num_waiting = 0
+        self._changed = threading.Condition()  # its lock guards the jobs, the tasks and their number
+        self._num_waiting = 0  # jobs
         self._closed = False
 
     def __len__(self) -> int:
         return self._num_waiting
 
     def count(self, uid: str) -> int:
-        """The calls that wait for an expert."""
+        """Return how many calls wait for an expert."""
         with self._changed:
             return sum(job.uid == uid for jobs in self._peers.values() for job in jobs)
 
     def put(self, job: Job) -> None:
-        """Raises QueueFull if the queue, or the share of the peer, is."""
+        """Add a job; QueueFull if the queue or the peer's share of it is full, or after close()."""
         with self._changed:
             waiting = self._peers.get(job.peer, ())
             if self._closed or self._num_waiting >= self.max_waiting or len(waiting) >= self.max_of_peer:
@@ -215,7 +222,7 @@ class FairQueue:
             self._changed.notify()
 
     def put_task(self, task: Callable[[], None]) -> None:
-        """Adds a function that runs on the computing thread, in the order in which they were added."""
+        """Add a function for the computing thread; such functions run in the order in which they were added."""
         with self._changed:
             self._tasks.append(task)
             self._changed.notify()
@@ -227,7 +234,7 @@ class FairQueue:
             self._changed.notify_all()
 
     def take(self) -> list[Job] | Callable[[], None] | None:
-        """Waits for work: a task, a batch of jobs that are all forward or all backward, or None at the end."""
+        """Wait for work -> a task, a batch of jobs that are all forward or all backward, or None after close()."""
         with self._changed:
             while not (self._tasks or self._num_waiting or self._closed):
                 self._changed.wait()
@@ -238,10 +245,10 @@ class FairQueue:
             batch: list[Job] = []
             expired: list[Job] = []
             sums: tuple[int, ...] = (0, 0, 0)  # rows, tensors and bytes of the batch
-            # a batch has no more tensors than a follower accepts in one update
+            # a backward batch may become one update of one expert, which followers must accept
             limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
             now = time.monotonic()
-            passed = 0  # peers in a row that had nothing that fits
+            passed = 0  # peers in a row whose next job does not fit
             # round robin: one job of each peer in turn, until no peer's next job fits
             while self._peers and passed < len(self._peers):
                 peer, waiting = next(iter(self._peers.items()))

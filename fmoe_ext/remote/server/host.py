@@ -1,4 +1,4 @@
-"""ExpertHost: the experts of a server; it computes batches with them and updates them. For the computing thread.
+"""ExpertHost: hold a server's experts, compute batches with them, and update them. For the computing thread alone.
 
 A batch is cut into *rounds*: in a round all rows of an expert have one shape, so that all its experts are one product.
 A backward steps each expert once, for all gradients of the round together: an *update*, which gives the next version.
@@ -42,13 +42,13 @@ class StaleGradient(Exception):
 
 @dataclass
 class Hosted:
-    """An expert here."""
+    """An expert that this server hosts."""
 
     uid: str
     place: int  # in the stack
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer | None  # None: it is not trained
     ledger: Ledger = field(default_factory=Ledger)
-    num_rows: int = 0  # that went forward
+    num_rows: int = 0  # of all forward calls
     num_refused: int = 0  # updates that were not finite
     grad_norm: float = 0.0  # of the last update
 
@@ -69,9 +69,10 @@ class Hosted:
 
         SchemaError, the client's fault, and no step if the gradient is not finite.
         """
+        # one norm over all parameters, as torch.nn.utils.clip_grad_norm_ has it
         norms = [torch.linalg.vector_norm(g.float()) for g in grads.values()]
         norm = torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
-        if not norm < float("inf"):
+        if not norm < float("inf"):  # NaN too
             text = f"the gradient of {self.uid}'s weights holds NaN or infinity: no update was made"
             raise SchemaError(text)
         self.grad_norm = norm
@@ -130,7 +131,7 @@ class ExpertHost:
     # ---------------------------------------------------------------- which experts
 
     def add(self, uids: Sequence[str]) -> None:
-        """Hosts experts with the weights that they start from: a function of class, width, seed and uid."""
+        """Host experts with the weights that they start from: a function of class, width, seed and uid."""
         new = [uid for uid in uids if uid not in self.experts]
         if (missing := len(new) - len(self._free)) > 0:
             first, self._num_places = self._num_places, self._num_places + missing
@@ -164,21 +165,21 @@ class ExpertHost:
         return expert
 
     def parameters(self, uid: str) -> dict[str, torch.Tensor]:
-        """The parameters of an expert, sharing memory with those that compute."""
+        """Return the parameters of an expert by name; they share memory with those that compute."""
         return self._stack.views(self.find(uid).place)
 
     def buffers(self, uid: str) -> dict[str, torch.Tensor]:
-        """The buffers of an expert, which belong to its state."""
+        """Return the persistent buffers of an expert by name; they belong to its state."""
         return self._stack.buffers(self.find(uid).place)
 
     def state_bytes(self, uid: str) -> int:
-        """The bytes of all that read_state() copies, but for request ids: weights, buffers, moments."""
+        """Return the bytes that read_state() copies, without request ids: weights, buffers, moments."""
         own, buffers = self.parameters(uid).values(), self.buffers(uid).values()
         moments = sum(name != "step" for name in STATE_NAMES[self.training.optimizer])
         return (1 + moments) * sum(x.nbytes for x in own) + sum(x.nbytes for x in buffers)
 
     def digest(self, uid: str) -> str:
-        """16 hexadecimal digits that differ when a bit of the weights differs."""
+        """Return a hash of the weights, 16 hexadecimal digits: replicas compare it."""
         total = hashlib.blake2b(digest_size=8)
         for p in self.parameters(uid).values():
             total.update(bytes_of(p))
@@ -187,7 +188,7 @@ class ExpertHost:
     # ---------------------------------------------------------------- batches
 
     def run(self, batch: Sequence[Job]) -> None:
-        """Answers every job of a batch. A round that fails is run again job by job, so that only the bad ones fail."""
+        """Answer every job of a batch. A round that fails is run again job by job, so that only the bad ones fail."""
         work = self._backward if batch[0].is_backward else self._forward
         # (by uid: the shapes of a row; jobs); a job joins the first round where its expert has its shapes, or none yet
         rounds: list[tuple[dict[str, list[torch.Size]], list[Job]]] = []
@@ -210,7 +211,7 @@ class ExpertHost:
                         self.run([job])
 
     def apply(self, update: Update) -> None:
-        """Repeats an update that another replica made; ValueError if it is not the next one."""
+        """Repeat an update that another replica made; ValueError if it is not the next one."""
         expert = self.find(update.uid)
         if update.end.version != expert.version + 1:
             text = f"{update.uid} is at version {expert.version}, update {update.end.version} is not the next"
@@ -222,7 +223,7 @@ class ExpertHost:
         self._remember(expert, update, grads)
 
     def _by_expert(self, jobs: Sequence[Job]) -> list[tuple[Hosted, list[Job]]]:
-        """The jobs of each expert, in the order of the stack's places."""
+        """Group jobs by expert, in the order of the stack's places, which a grouped stack needs."""
         groups: dict[str, list[Job]] = {}
         for job in jobs:
             groups.setdefault(job.uid, []).append(job)
@@ -237,6 +238,7 @@ class ExpertHost:
                 job.done(Answer((y,), expert.version))
 
     def _backward(self, jobs: Sequence[Job]) -> None:
+        # 1. leave out what needs no step: refused, applied before, or twice in this batch
         first: dict[tuple[str, str], Job] = {}
         fresh = []
         for job in jobs:
@@ -247,6 +249,7 @@ class ExpertHost:
                 fresh.append(job)
             else:  # the same request twice in this batch: the second one gets the answer of the first
                 known.done = functools.partial(_tell, (known.done, job.done))
+        # 2. the gradients of all experts in one product, then a step of each
         by_expert = self._by_expert(fresh)
         if not by_expert:
             return
@@ -255,7 +258,7 @@ class ExpertHost:
             self._update(expert, group, grads)
 
     def _update(self, expert: Hosted, group: Sequence[Job], grads: Gradients) -> None:
-        """One step of one expert, for all gradients that came together."""
+        """Make one step of one expert for all gradients that came together, and answer once it is committed."""
         ledger, tell = expert.ledger, functools.partial(_tell, [job.done for job in group])
         try:
             with ledger.lock:  # or the lead could be lost between the step and its entry in the log
@@ -285,7 +288,7 @@ class ExpertHost:
         self.when_committed(expert.uid, update.end.version, finish, tell)
 
     def _answer_without_update(self, job: Job) -> bool:
-        """Answers a gradient that was applied before, or is refused; False if it is new and to be applied."""
+        """Answer a gradient that was applied before, or is refused; False if it is new and has to be applied."""
         try:
             expert = self.find(job.uid)
             self.may_step(job.uid)
@@ -310,7 +313,7 @@ class ExpertHost:
         return True
 
     def _remember(self, expert: Hosted, update: Update, grads: Gradients) -> list[Answer]:
-        """The answer of each request of an update, which is kept for when it comes again."""
+        """Return the answer to each request of an update, and keep it in case the request comes again."""
         sizes = [request.grad.shape[0] for request in update.requests]
         given = [d.split(sizes) for d in _given(grads.inputs)]
         answers = []
@@ -328,7 +331,7 @@ def _tell(several: Sequence[Callable[[object], None]], result: object) -> None:
 
 
 def _part(expert: Hosted, jobs: Sequence[Job]) -> Part:
-    """One Part with the rows of all jobs of an expert, in their order."""
+    """Return one Part with the rows of all jobs of an expert, in their order."""
     if len(jobs) == 1:
         return Part(expert.place, jobs[0].inputs, jobs[0].grad)
     inputs = tuple(torch.cat(parts) for parts in zip(*(job.inputs for job in jobs), strict=True))

@@ -1,13 +1,15 @@
-"""Ledger: the history of one expert (term, version, request ids, uncommitted updates); ReplyCache: late answers.
+"""Ledger: the history of one expert. ReplyCache: answers to gradients, for when their clients ask again.
 
 A client whose answer was lost sends its gradient again. So that it counts once, the ledger remembers the ids of the
 requests that were applied, and a copy of the expert carries them along.
 
-An expert's history is a *log* of updates. Logs are compared by their end, a term and a version: two logs with the same
-end are the same, because a term has one leader, which gives each version once. The log up to `committed` is at every
-member; the *tail* behind it is kept, for a member may lack some of it. A log runs ahead of the weights (`version`) only
-while updates wait for the device. Everything here happens under one lock, the right to make a step included: a step
-that the log does not have could be acknowledged and lost.
+An expert's history is a *log* of updates. Each has a version, which counts up by 1, and the term of its leader:
+    log        ... 7  8  9  10  11  12    its end is the (term, version) of the last update
+    committed  ... 7  8                   every member has the log up to here
+    tail                 9  10  11  12    the updates after it are kept, because a member may lack some
+    weights    ... 7  8  9  10  11        `version`: 12 has come from the leader and waits for the device
+Two logs with the same end are the same, because a term has one leader, which gives each version once. All of this
+changes under one lock, the right to make a step too: a step that the log lacks could be acknowledged and lost.
 """
 
 import threading
@@ -24,29 +26,29 @@ MAX_REMEMBERED_IDS = 1024  # of each expert: a call that is repeated after more 
 
 
 class NotLeader(Exception):
-    """Another server takes the gradients of this expert."""
+    """This server does not take the gradients of the expert, or not yet."""
 
 
 @dataclass(frozen=True, order=True)
 class Term:
-    """One leadership. A server never leads twice with one number, so that no two leaders share a term."""
+    """One leadership, ordered by number, then by the leader's name. No server leads twice with one number."""
 
     number: int = 0
     leader: str = ""
 
     def meta(self, key: str) -> dict[str, str]:
-        """The term as metadata of a message."""
+        """Return the term as metadata of a message."""
         return {key: str(self.number), f"{key}_leader": self.leader}
 
     @classmethod
     def read(cls, message: Message, key: str) -> "Term":
-        """The term that meta(key) has put into a message; WireError if there is none."""
+        """Return the term that meta(key) has put into a message; WireError if there is none."""
         return cls(message.number(key), message.meta.get(f"{key}_leader", ""))
 
 
 @dataclass(frozen=True, order=True)
 class End:
-    """The last update of a log: logs are ordered by term, then version."""
+    """The last update of a log. Logs are ordered by term, then version: a longer log of an older term is smaller."""
 
     term: Term = Term()
     version: int = 0
@@ -56,24 +58,24 @@ class End:
 class Request:
     """One client's gradient, as it came."""
 
-    request_id: str  # "": the client does not repeat it
+    request_id: str  # "": the client does not send it again
     inputs: tuple[torch.Tensor, ...]
     grad: torch.Tensor
 
 
 @dataclass(frozen=True)
 class Update:
-    """One step of one expert, in its log."""
+    """One step of one expert, as an entry of its log."""
 
     uid: str
     previous: End  # of the log before it
     end: End  # of the log with it
-    requests: tuple[Request, ...]  # the same ones in the same order give the same bits
-    digest: str = ""  # of the weights after it, "" if not taken
+    requests: tuple[Request, ...]  # a replica that repeats them in this order gets the same bits
+    digest: str = ""  # of the weights after it; "": not taken
 
 
 class Ledger:
-    """The history of an expert. All methods are safe from any thread; without replicas everything is committed."""
+    """The history of an expert; its methods are safe from any thread. Without replicas all updates are committed."""
 
     def __init__(self, is_replicated: bool = False, forget: Callable[[str], None] = lambda _: None) -> None:
         self.lock = threading.RLock()
@@ -81,46 +83,48 @@ class Ledger:
         self.start: int | None = 0  # version at which the term of the end began; None: not known
         self.version = 0  # of the weights
         self.committed = 0  # up to here every member has the log
-        self.seen = Term()  # the largest in any message or record; smaller ones are refused
-        self.broken = ""  # why the weights cannot be trusted
-        self.lacks = 0  # version in a damaged checkpoint, which may be in no other replica
+        self.seen = Term()  # the largest term in any message or record; messages of smaller ones are refused
+        self.broken = ""  # why the weights cannot be trusted; "": they can
+        # version in this server's damaged checkpoint, which no other replica may have; 0: none
+        self.lacks = 0
         self.applied: OrderedDict[str, int] = OrderedDict()  # request id -> version
         self.num_requests = 0  # gradients applied since the expert began, each counted once
-        self.tail: list[Update] = []  # what members may lack
+        self.tail: list[Update] = []  # updates that members may lack
         self.is_replicated = is_replicated
-        self._forget = forget  # called with a request id that is remembered no more
-        self._leads: Term | None = None
-        self._is_open = False
+        self._forget = forget  # called with each request id that is not remembered any more
+        self._leads: Term | None = None  # of which this server is the leader
+        self._is_open = False  # steps may be made
 
     # ---------------------------------------------------------------- leading
 
     def lead(self, term: Term) -> End:
-        """Begins a term -> where the log ends; steps are refused until open()."""
+        """Begin a term -> the end of the log; steps are refused until open()."""
         with self.lock:
             self._leads, self._is_open = term, False
             self.seen = max(self.seen, term)
             return self.end
 
     def open(self, term: Term) -> None:
-        """Takes steps from now on: every member has this log."""
+        """Allow steps from now on: every member has this log. Ignored if the term is over by now."""
         with self.lock:
             if self._leads == term:
                 self._is_open = True
                 self.committed = self.end.version
 
     def step_down(self) -> None:
-        """Takes no steps any more."""
+        """End the term: steps are refused."""
         with self.lock:
             self._leads, self._is_open = None, False
 
     def check_open(self, uid: str) -> None:
-        """Raises NotLeader if no step may be made."""
+        """Raise NotLeader if no step may be made; the caller holds the lock until append()."""
         if self.is_replicated and not (self._is_open and not self.broken):
             raise NotLeader(f"not the leader of {uid}, or not yet")
 
     def append(self, uid: str, requests: Sequence[Request], digest: str = "") -> Update:
-        """Notes a step that was just made, inside the lock in which check_open() allowed it."""
+        """Note a step that was just made; the caller has held the lock since check_open() allowed it."""
         with self.lock:
+            # without replicas there are no terms
             end = End(self._leads or self.end.term, self.version + 1)
             update = Update(uid, self.end, end, tuple(requests), digest)
             self._move_to(end)
@@ -132,21 +136,21 @@ class Ledger:
             return update
 
     def commit(self, version: int) -> None:
-        """Every member has the log up to version."""
+        """Note that every member has the log up to a version, and drop that part of the tail."""
         with self.lock:
             self.committed = max(self.committed, min(version, self.end.version))
-            # what waits for the device stays: a copy taken now must name the end that its weights have
+            # except updates that wait for the device: a copy of now must name the end that its weights have
             while self.tail and self.tail[0].end.version <= min(self.committed, self.version):
                 del self.tail[0]
 
     def requests_at(self, version: int) -> int:
-        """Gradients applied up to a version that is not yet out of the tail."""
+        """Return how many gradients were applied up to a version, which is committed or in the tail."""
         with self.lock:
             later = [update for update in self.tail if version < update.end.version <= self.version]
             return self.num_requests - sum(len(update.requests) for update in later)
 
     def tail_after(self, end: End) -> list[Update] | None:
-        """The updates behind an end of another log; None if the logs are not known to agree there."""
+        """Return the updates that a log with this end lacks; None if it is not known to be a part of this one."""
         with self.lock:
             if end == self.end:
                 return []
@@ -158,12 +162,12 @@ class Ledger:
     # ---------------------------------------------------------------- following
 
     def see(self, term: Term) -> None:
-        """Notes a term; smaller ones are refused from now on."""
+        """Note a term, so that messages of smaller ones are refused."""
         with self.lock:
             self.seen = max(self.seen, term)
 
     def receive(self, update: Update, committed: int) -> bool:
-        """Adds an update of a leader to the log: it has to be applied. False if it is there already.
+        """Add a leader's update to the log -> True if it has to be applied, False if the log had it already.
 
         ValueError if it does not follow this log.
         """
@@ -178,16 +182,16 @@ class Ledger:
             return True
 
     def note_applied(self, update: Update) -> None:
-        """The weights have reached an update that was received."""
+        """Note that an update which was received has been applied to the weights."""
         with self.lock:
             self._note(update)
 
     def install(self, end: End, applied: "OrderedDict[str, int]", num_requests: int) -> None:
-        """Replaces the history with a copy's."""
+        """Replace the history by a copy's."""
         with self.lock:
-            self.start = None
+            self.start = None  # a copy does not say it
             self.end, self.version = end, end.version
-            # a copy may hold updates that not every member has yet
+            # 0: the copy may hold updates that not every member has yet
             self.committed = 0 if self.is_replicated else end.version
             self.applied, self.num_requests = applied, num_requests
             self.seen = max(self.seen, end.term)
@@ -195,7 +199,7 @@ class Ledger:
             self.broken, self.lacks = "", 0
 
     def _move_to(self, end: End) -> None:
-        if end.term != self.end.term:
+        if end.term != self.end.term:  # the first update of a term
             self.start = self.end.version
         self.end = end
 
@@ -210,7 +214,7 @@ class Ledger:
 
 
 def pack_ids(ids: Iterable[str]) -> torch.Tensor:
-    """Request ids as uint8 [16 * number]; zeros for ""."""
+    """Return request ids as uint8 [16 * number]; zeros for ""."""
     data = bytearray().join(bytes.fromhex(one or "00" * ID_BYTES) for one in ids)
     if not data:  # frombuffer takes no empty buffer
         return torch.empty(0, dtype=torch.uint8, device="cpu")
@@ -218,13 +222,13 @@ def pack_ids(ids: Iterable[str]) -> torch.Tensor:
 
 
 def unpack_ids(packed: torch.Tensor) -> list[str]:
-    """The request ids of pack_ids()."""
+    """Return the request ids that pack_ids() was given, with 32 zeros for ""."""
     data = bytes(packed.tolist())
     return [data[n : n + ID_BYTES].hex() for n in range(0, len(data), ID_BYTES)]
 
 
 class ReplyCache:
-    """The latest answers that fit in max_bytes, by expert and request id."""
+    """The latest answers to gradients that fit in max_bytes, by expert and request id. For the computing thread."""
 
     def __init__(self, max_bytes: int = 128 << 20):
         self.max_bytes = max_bytes
@@ -236,7 +240,7 @@ class ReplyCache:
 
     def put(self, uid: str, request_id: str, tensors: tuple[torch.Tensor, ...]) -> None:
         self.drop(uid, request_id)
-        # A part of a larger tensor, of a batch or of a message, would keep all of it.
+        # copied if it is a part of a larger tensor, of a batch or a message, all of which it would keep alive
         tensors = tuple(x if x.untyped_storage().nbytes() <= x.nbytes else x.clone() for x in tensors)
         self._answers[uid, request_id] = tensors
         self.num_bytes += _size(tensors)
@@ -247,7 +251,7 @@ class ReplyCache:
         return self._answers.get((uid, request_id))
 
     def forget(self, uid: str) -> None:
-        """Drops the answers of one expert."""
+        """Drop the answers of one expert."""
         for key in [key for key in self._answers if key[0] == uid]:
             self.drop(*key)
 

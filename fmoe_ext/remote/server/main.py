@@ -1,4 +1,8 @@
-"""fmoe-server: hosts experts until a signal ends it."""
+"""fmoe-server: host experts until a signal ends the process.
+
+main() reads the flags, makes the Server (make_server), starts it, logs a line of progress now and then, and at a signal
+stops it. Exit statuses are those of _cli.py.
+"""
 
 import argparse
 import importlib.util
@@ -28,7 +32,8 @@ log = logging.getLogger("fmoe_ext.remote")
 
 
 def make_server(flags: argparse.Namespace) -> Server:
-    """The server that the flags describe, not yet started."""
+    """Make the server that the flags describe, not yet started; the DHT's node has joined, though."""
+    # 1. how others prove themselves here, and how this server does at others
     tokens = {} if flags.tokens is None else read_tokens(flags.tokens)
     security = build(Security, flags, tokens=tokens)
     options = build(Options, flags, training=build(Training, flags), security=security)
@@ -44,6 +49,7 @@ def make_server(flags: argparse.Namespace) -> Server:
         raise SystemExit("servers call each other by TLS: name who signed their certificates with --tls_ca")
     else:
         credentials = Credentials(token=own)
+    # 2. who decides which experts it hosts: etcd, the DHT, or (--no_dht) only itself
     if flags.registry is not None:
         return Server(options, ReplicatedExperts(build(Replication, flags), credentials))
     discovery: Discovery = StaticList()
@@ -67,14 +73,15 @@ def make_server(flags: argparse.Namespace) -> Server:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Runs until SIGTERM or SIGINT; 0 after everything was handed over and saved; other statuses: _cli.
+    """Run until SIGTERM or SIGINT -> 0 after everything was handed over and saved; other statuses: _cli.
 
-    `status ...`: status.main().
+    With `status` as the first argument, run status.main() instead.
     """
     given = sys.argv[1:] if arguments is None else list(arguments)
     if given[:1] == ["status"]:
         return status.main(given[1:])
     logging.basicConfig(level=logging.INFO, format=LOG_FORMAT, datefmt=DATE_FORMAT)
+    # 1. flags, and what they can be checked by at once
     flags = parse(given)
     try:
         torch.empty(0, device=flags.device)
@@ -91,9 +98,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
             spec.loader.exec_module(importlib.util.module_from_spec(spec))
         except Exception as error:
             raise SystemExit(f"--custom_module_path {path} failed: {_describe(error)}") from None
+    # 2. the server; signals are taken first, so that one which comes while it starts is not lost
     protocol.allow_more_files()
     has_to_end = loop.end_signals()
-    sys.setswitchinterval(0.001)  # the network's thread must not wait for the one that computes
+    # Python's 5 ms would be how long the loop waits for the thread that computes
+    sys.setswitchinterval(0.001)
     try:
         server = make_server(flags)
         server.start()
@@ -107,6 +116,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         log.error("the server cannot start: %s", _describe(error))
         log.debug("it failed here", exc_info=True)
         return CANNOT
+    # 3. a line of progress after each interval, until a signal
     before: Counter[str] = Counter()
     while not has_to_end(interval := flags.stats_report_interval):
         now = Counter(
@@ -121,12 +131,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             "Processed %d batches in last %.1f seconds: %d forward calls (%d rows), %d backward calls, %d waiting",
             *(now["batches"], interval, now["forward"], now["rows"], now["backward"], len(server.queue)),
         )
+    # 4. the end; its steps have bounds of their own
     server.stop(timeout=None)
     if isinstance(server.placement, DeclaredExperts):
         loop.run(server.placement.discovery.close(), 10)
     if server.saver is not None and (unsaved := server.saver.describe_unsaved()):
         log.error("not saved: %s", unsaved)
-        if server.saver.is_stuck:  # a thread that waits for the disk would keep the process
+        if server.saver.is_stuck:  # a thread still waits for the disk, and Python would wait for it at exit
             logging.shutdown()
             os._exit(NOT_SAVED)
         return NOT_SAVED
@@ -134,7 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _describe(error: Exception) -> str:
-    """An error that nobody expected: its kind, its text and the line that raised it."""
+    """Return the kind of an unforeseen error, its text, and the line that raised it."""
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return f"{type(error).__name__}: {reason(error)[:300]} ({frame.filename}:{frame.lineno})"
 

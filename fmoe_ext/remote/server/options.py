@@ -1,4 +1,8 @@
-"""Options of Server and of its training, and the command line that sets them."""
+"""Declare the options of a server, of its training and of its replication, and read them from the command line.
+
+Each option is one field of a dataclass; flag() (flags.py) makes it a flag of fmoe-server too. Fields without flag() can
+be set in Python alone. parse() returns all flags in one namespace, of which server/main.py builds the dataclasses.
+"""
 
 import argparse
 from collections.abc import Iterable, Sequence
@@ -23,6 +27,7 @@ from fmoe_ext.remote.flags import (
 )
 from fmoe_ext.remote.security import Security, check_private
 
+# The tensors that an optimizer keeps for each parameter; a state (state.py) must have all of them.
 STATE_NAMES = MappingProxyType({"sgd": (), "adam": ("step", "exp_avg", "exp_avg_sq"), "none": ()})
 OPTIMIZERS = tuple(STATE_NAMES)
 SCHEDULERS = ("none", "linear")
@@ -30,7 +35,7 @@ SCHEDULERS = ("none", "linear")
 
 @dataclass(frozen=True)
 class Training:
-    """The way gradients change experts.
+    """The way gradients change experts: optimizer, learning rate, clipping, and which gradients are too old.
 
     scheduler "linear": the learning rate of an expert's update n (from 0) is lr times n / num_warmup_steps, then
     (num_training_steps - n) / (num_training_steps - num_warmup_steps), then 0. n is the expert's version, so the
@@ -71,7 +76,7 @@ class Training:
                 )
 
     def make_optimizer(self, parameters: Iterable[torch.Tensor]) -> torch.optim.Optimizer | None:
-        """The optimizer of one expert's parameters; None if it is not trained."""
+        """Make the optimizer of one expert's parameters; None if experts are not trained."""
         if self.optimizer == "sgd":
             return torch.optim.SGD(parameters, lr=self.lr)
         if self.optimizer == "adam":
@@ -81,7 +86,7 @@ class Training:
         raise ValueError(f"optimizer must be one of {', '.join(OPTIMIZERS)}, but got {self.optimizer!r}")
 
     def lr_at(self, version: int) -> float:
-        """The learning rate of the update that follows a version."""
+        """Return the learning rate of the update that follows a version."""
         if self.num_training_steps is None:
             return self.lr
         if version < self.num_warmup_steps:
@@ -170,8 +175,8 @@ class Replication:
     )
 
 
-CALLS_OTHERS = ("registry", "copies_of")
-# What to write instead of hivemind's flags.
+CALLS_OTHERS = ("registry", "copies_of")  # flags with which a server calls other servers
+# hivemind's flags, and what to write instead of them
 HIVEMIND = MappingProxyType(
     {
         "num_handlers": "one process answers all calls; leave it out",
@@ -191,7 +196,7 @@ HIVEMIND = MappingProxyType(
 
 @dataclass(frozen=True)
 class _Command:
-    """The flags of fmoe-server that are no options of a Server."""
+    """The flags of fmoe-server that are not options of a Server."""
 
     config: Path | None = flag(None, "a YAML file of `flag: value` lines; flags given here win", short="-c")
     custom_module_path: Path | None = flag(None, "a Python file that registers expert classes")
@@ -226,7 +231,7 @@ class _Command:
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    """The flags, with those of --config behind them; SystemExit with one sentence if they make no sense."""
+    """Return all flags; those given in `arguments` win over the file of --config. SystemExit if they do not fit."""
     parser = Parser(
         "fmoe-server",
         *(Options, Training, Security, Replication, _Command),
@@ -241,13 +246,13 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         parser.error(f"--expert_uids has {', '.join(twice)} twice")
     if flags.own_token is not None and flags.tokens is None:
         parser.error("--own_token means nothing without --tokens")
-    if flags.num_experts is None:
+    if flags.num_experts is None:  # command_default: None shows that it was not given
         flags.num_experts = len(flags.expert_uids) or 1
     return flags
 
 
 def read_tokens(path: Path) -> dict[str, str]:
-    """`name: token` lines, tokens as they stand -> {token: name}; SystemExit for a file that would let others in."""
+    """Read `name: token` lines, with comments behind " #" -> {token: name}; SystemExit for a bad or a public file."""
     try:
         check_private(path)
         lines = path.read_text().splitlines()

@@ -1,4 +1,8 @@
-"""Counts of a server for people and for Prometheus: Metrics gathers them, Pages shows them over HTTP."""
+"""Count what a server does, and show it over HTTP (--http_on): / for people, /status as JSON, /metrics for Prometheus.
+
+Metrics has three kinds of numbers: counts that only grow (add), histograms of seconds (time), and gauges that are read
+when they are shown (gauge). Pages is the HTTP server.
+"""
 
 import asyncio
 import bisect
@@ -11,22 +15,22 @@ from typing import Any, TypeAlias
 
 from fmoe_ext._require import require
 
-# Bounds of a histogram's buckets, up to the time that a client gives a call by default.
+# Bounds of a histogram's buckets, up to the 10 s that a client gives a call by default.
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0)
 PREFIX = "fmoe_remote_"
 _Key: TypeAlias = "tuple[str, tuple[tuple[str, str], ...]]"  # a name and its labels
 
 
 class Metrics:
-    """Counts of a server. Names without prefix; labels have few values each, never one a client.
+    """Numbers of a server by name (without PREFIX) and labels. A label has few values, never one for each client.
 
-    They are gathered here, because the status page and the line of progress need them too; prometheus_client writes
-    them in Prometheus' format, and only who asks for that needs the package.
+    They are gathered here and not by prometheus_client, because the status page and the line of progress show them too.
+    That package only writes Prometheus' format, and only /metrics needs it.
     """
 
     def __init__(self) -> None:
         self._counts: defaultdict[_Key, float] = defaultdict(float)
-        # calls in each bucket, and [their seconds]
+        # the number of calls in each bucket (one more for the slowest), and [the sum of their seconds]
         self._times: dict[_Key, tuple[list[int], list[float]]] = {}
         self._gauges: dict[str, Callable[[], float]] = {}
 
@@ -44,24 +48,24 @@ class Metrics:
         self._gauges[name] = read
 
     def count(self, name: str, **labels: str) -> float:
-        """The sum of all counts with these labels, whatever their others."""
+        """Return the sum of all counts of a name that have these labels, whatever their other labels are."""
         wanted = labels.items()
         return sum(v for (n, given), v in self._counts.items() if n == name and wanted <= dict(given).items())
 
     def to_text(self) -> str:
-        """All of them in Prometheus' text format; ImportError without prometheus_client."""
+        """Return everything in Prometheus' text format; ImportError without prometheus_client."""
         library = require("prometheus_client", "the page /metrics")
         registry = library.CollectorRegistry()
         registry.register(self)
         return library.generate_latest(registry).decode()
 
     def collect(self) -> Iterator[Any]:
-        """The metrics, one of each name: prometheus_client calls this."""
+        """Yield the metrics as prometheus_client's objects, one for each name; the registry of to_text() calls this."""
         from prometheus_client import core
 
         counters: dict[str, core.Metric] = {}
         for (name, labels), value in sorted(self._counts.items()):
-            # the library leaves out the end of a counter's name, and writes it again
+            # prometheus_client wants a counter's name without _total, and writes that again
             metric = counters.setdefault(
                 name, core.Metric(PREFIX + name.removesuffix("_total"), name, "counter")
             )
@@ -80,13 +84,13 @@ class Metrics:
         yield from histograms.values()
 
 
-MAX_REQUEST = 8 << 10
-MAX_CONNECTIONS = 64
+MAX_REQUEST = 8 << 10  # bytes
+MAX_CONNECTIONS = 64  # at a time; others are closed without an answer
 ANSWER_SECONDS = 5.0  # for a request and its answer
 
 
 class Pages:
-    """A small HTTP/1.0 server of three fixed answers."""
+    """A small HTTP/1.0 server of three pages: /, /status and /metrics. It has no access control."""
 
     def __init__(self, status: Callable[[], dict[str, Any]], metrics: Metrics):
         self._status, self._metrics = status, metrics
@@ -98,7 +102,7 @@ class Pages:
         self.port = 0
 
     async def start(self, listen_on: str) -> None:
-        # now, or the first to miss it would be who looks at /metrics
+        # here, so that a missing package ends the start and not the first look at /metrics
         require("prometheus_client", "--http_on")
         host, _, port = listen_on.rpartition(":")
         self._http = await asyncio.start_server(

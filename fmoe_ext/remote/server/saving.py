@@ -25,7 +25,7 @@ PATIENCE = 60.0  # seconds that a server, when it shuts down, gives the disk for
 
 
 class Saver:
-    """Keeps the experts of a server on a disk, which may be slow, full or broken: its calls are on other threads."""
+    """Keeps the experts of a server on a disk, which may be slow, full or broken: all access is on other threads."""
 
     def __init__(
         self,
@@ -40,14 +40,14 @@ class Saver:
         self.damaged: list[str] = []  # files put aside
         self.late = 0.0  # seconds that a save had taken when that was last logged; 0.0 once one took less than a period
         self.is_stuck = False  # the last save gave up: one expert took the disk more than `patience` seconds
-        self.checked_at = 0.0  # time.time() at which all files had been read
-        self._writing = ""  # uid
-        self._turn = asyncio.Lock()
+        self.checked_at = 0.0  # time.time() at which all files had last been read again; 0.0: not yet
+        self._writing = ""  # uid, for the log
+        self._turn = asyncio.Lock()  # held by each save, so that an older state never overwrites a newer one
 
     # ---------------------------------------------------------------- reading
 
     async def load(self, uids: Sequence[str]) -> tuple[list[Message], dict[str, Damaged]]:
-        """The saved states of experts, and which of them are damaged."""
+        """Load experts' checkpoints -> the states of those that have one, and why others are damaged."""
         states, damaged = [], {}
         for uid in uids:
             try:
@@ -72,9 +72,10 @@ class Saver:
         log.error("%s: %s; the file is kept as %s. It held %s of the expert", uid, error, name, version)
 
     async def check_at_rest(self, bytes_per_second: float) -> None:
-        """Reads every file once, at a bounded rate; a damaged one is put aside and written anew."""
+        """Read every file once, at a bounded rate; set a damaged one aside, and write the expert anew."""
         for uid in await self._call(self.checkpoints.uids):
             try:
+                # one chunk at a time on another thread; 0: the end
                 steps = self.checkpoints.check(uid)
                 while count := await self._call(next, steps, 0):
                     await asyncio.sleep(count / bytes_per_second)
@@ -95,7 +96,7 @@ class Saver:
     # ---------------------------------------------------------------- writing
 
     async def save_regularly(self, period: float) -> None:
-        """Saves after each period, for ever; a save that takes longer than a period is logged."""
+        """Save after each period, for ever, and log a save that takes longer than a period."""
 
         async def say_late(begin: float) -> None:
             # logged after one period, then at each doubling, so that a disk which hangs for a day does not fill the log
@@ -122,7 +123,7 @@ class Saver:
                 self.late = 0.0
 
     async def save(self, patience: float | None = None) -> dict[str, str]:
-        """Writes every expert that has changed since it was last written -> {uid: why it could not be written}.
+        """Write every expert that has changed since it was last written -> {uid: why it could not be written}.
 
         patience: seconds for one expert; the disk is not tried again after one that takes longer.
         """
@@ -166,7 +167,7 @@ class Saver:
             await asyncio.to_thread(self.checkpoints.end)
 
     def describe_unsaved(self) -> str:
-        """One line: what the disk lacks, and why; "" if it has everything."""
+        """Return in one line what the disk lacks, and why; "" if it has everything."""
         lines = []
         for uid, why in sorted(self.failures.items()):
             expert = self.host.experts.get(uid)
@@ -176,15 +177,15 @@ class Saver:
         return "; ".join(lines)
 
     def describe(self, uid: str) -> dict[str, str]:
-        """The version on disk, and why the last attempt to write a newer one failed."""
+        """Return the version on disk, and why the last attempt to write a newer one failed."""
         saved = {protocol.SAVED: str(self.saved[uid].version)} if uid in self.saved else {}
         failed = {protocol.UNSAVED: self.failures[uid][:500]} if uid in self.failures else {}
         return saved | failed
 
     def status(self) -> dict[str, Any]:
-        """For the status page. checked: time.time() at which all files had been read again; 0.0: not yet."""
+        """Return damaged files, checked_at and late, for the status page."""
         return {"damaged": self.damaged, "checked": self.checked_at, "late": self.late}
 
     async def _call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """function(*arguments) on another thread: a disk may be slow."""
+        """Call function(*arguments) on another thread."""
         return await asyncio.to_thread(function, *arguments)

@@ -1,4 +1,12 @@
-"""Server: experts, the thread that computes them, the port that is listened on, and their place in the directory."""
+"""Server: put the parts of a server together, start them in order, and stop them in order.
+
+    ExpertHost, ComputeThread   the experts, and the thread that computes them
+    ExpertService, Guard        the methods on the port, and who may call them
+    Placement                   which experts are hosted and published: DeclaredExperts or ReplicatedExperts
+    Saver, Pages                checkpoints, and the status page; both optional
+A start reads checkpoints and takes uids before the port opens, so that no call finds an expert half loaded. A stop
+gives uids away before the port closes, so that another server takes over while calls still end, and then saves.
+"""
 
 import asyncio
 import logging
@@ -26,30 +34,33 @@ from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
-SHARE_IN_FLIGHT = 8  # the part of the memory that calls may hold; computing one takes several times its bytes
-DRAIN_SECONDS = 5.0  # that calls under way have when the server stops
+SHARE_IN_FLIGHT = 8  # calls may hold an eighth of the memory; computing one takes several times its bytes
+DRAIN_SECONDS = 5.0  # for calls under way when the server stops
 
 
 class Placement(Protocol):
-    """Decides which experts a server hosts and tells the world: by declaring, or as one replica of several."""
+    """Decides which experts a server hosts, and publishes it: DeclaredExperts or ReplicatedExperts."""
 
     async def start(self, server: "Server") -> None: ...
     async def stop(self) -> None: ...
     def describe(self, uid: str) -> dict[str, str]:
-        """The role of this server for an expert: protocol.ROLE, TERM and COMMITTED, or nothing."""
+        """Return protocol.ROLE, TERM and COMMITTED of this server for an expert, or nothing."""
 
 
 class Server:
-    """start() to serve, stop() to hand over and end, for good; both from any thread. Also a context manager."""
+    """A server of experts: start() serves, stop() hands over and ends for good; from any thread. A context manager."""
 
     def __init__(self, options: Options, placement: Placement):
         self.options, self.placement = options, placement
+        # 1. what computes
         expert_class = find_expert_class(options.expert_cls)
         learning = options.training, options.device, options.seed
         self.host = ExpertHost(expert_class, options.hidden_dim, *learning)
+        # one peer has half of the queue at most; a batch must fit in one message, as an update to followers
         bounds = options.max_waiting, options.max_waiting // 2, options.max_batch_size
         self.queue = FairQueue(*bounds, body_bytes(options.max_message_bytes))
         self.compute = ComputeThread(self.host, self.queue)
+        # 2. what answers
         self.metrics = metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
         self.guard = Guard(options.security)
@@ -58,6 +69,7 @@ class Server:
         self.service = ExpertService(self.compute, self.guard, metrics, call, budget)
         self.service.max_rows = options.max_rows
         self.service.describe = self.describe
+        # 3. what saves and shows
         self.checkpoints = Checkpoints(options.checkpoint_dir) if options.checkpoint_dir else None
         self.saver: Saver | None = None
         if self.checkpoints is not None:
@@ -79,16 +91,16 @@ class Server:
 
     @property
     def endpoint(self) -> str:
-        """The address at which others call this server; a relay that was away may give it another port."""
+        """The address at which others call this server; behind a relay it may change."""
         return self._attachment.endpoint if self._attachment else self._endpoint
 
     def start(self, timeout: float = 60.0) -> "Server":
-        """Listens and claims its experts; returns once calls are answered."""
+        """Listen and claim the experts; return once calls are answered."""
         loop.run(self._start(), timeout)
         return self
 
     def stop(self, timeout: float | None = 60.0) -> None:
-        """Hands experts over, finishes what is under way, and closes."""
+        """Hand experts over, finish calls under way, save, and close."""
         loop.run(self._stop(), timeout)
 
     def __enter__(self) -> "Server":
@@ -100,9 +112,10 @@ class Server:
     # ---------------------------------------------------------------- life
 
     async def _start(self) -> None:
+        # 1. take a port, on which nothing is answered yet
         self._grpc = grpc.aio.server(
             options=protocol.server_options(self.options.max_message_bytes),
-            # calls wait for memory or for the device, max_waiting of them each; the others are for calls about them
+            # max_waiting calls may wait for memory and as many for the device; the other half is for calls about them
             maximum_concurrent_rpcs=4 * self.options.max_waiting,
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
@@ -116,11 +129,12 @@ class Server:
             text = f"cannot listen on {where}: is the port in use, the address this host's? ({error})"
             raise OSError(text) from None
         self._endpoint = self.options.announce or _announced(self.options.listen_on, port)
+        # 2. checkpoints, relay, experts, and then the port opens
         self.compute.start()
         try:
             if self.checkpoints is not None:
                 await asyncio.to_thread(self.checkpoints.begin)
-            if self.options.relay is not None:  # it passes on what comes for this server
+            if self.options.relay is not None:  # its port is the endpoint that placement publishes
                 target = f"{reachable_here(self.options.listen_on)}:{port}"
                 attachment = Attachment(check_peer(self.options.relay), target, self.options.relay_token)
                 self._attachment = await attachment.start()
@@ -132,6 +146,7 @@ class Server:
         except BaseException:
             await self._stop(save=False)
             raise
+        # 3. what runs beside the calls
         if self.saver is not None:
             self._tasks.append(asyncio.create_task(self.saver.save_regularly(self.options.checkpoint_period)))
             if (rate := self.options.checkpoint_check_rate) > 0:
@@ -149,7 +164,7 @@ class Server:
             log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
 
     def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
-        """More methods on the same port; before it opens."""
+        """Add methods to the port, before it opens."""
         assert self._grpc is not None
         self._grpc.add_generic_rpc_handlers((handlers,))
 
@@ -166,7 +181,7 @@ class Server:
         finally:
             if self.saver is not None:
                 await self.saver.end(save)
-        # the page shows how the end goes
+        # late, so that the status page shows how the end goes
         await self.pages.stop()
         if self._attachment is not None:
             await self._attachment.close()
@@ -176,10 +191,12 @@ class Server:
     # ---------------------------------------------------------------- experts
 
     async def add_experts(self, uids: Sequence[str]) -> None:
-        """Hosts experts with what their checkpoints say, otherwise with the weights they start from.
+        """Host experts, from their checkpoints where there are some, otherwise with the weights they start from.
 
-        A damaged checkpoint is put aside if other servers may have the expert; without replicas it raises Damaged.
+        A damaged checkpoint is set aside if the experts are replicated, for other servers may have them; otherwise it
+        raises Damaged.
         """
+        # read on another thread, and put into the experts between two batches
         uids = [uid for uid in uids if uid not in self.host.experts]
         states, damaged = list[Message](), dict[str, Damaged]()
         if self.saver is not None:
@@ -188,11 +205,19 @@ class Server:
                 texts = "; ".join(str(error) for error in damaged.values())
                 remedy = "Restore what is damaged, or move it away to begin these experts anew"
                 raise Damaged(f"{texts}. {remedy}")
-            for uid, error in damaged.items():
-                await self.saver.set_aside(uid, error)
+            for uid, error in list(damaged.items()):
+                try:
+                    await self.saver.set_aside(uid, error)
+                except Damaged:  # whole when it was read once more: load it after all
+                    whole, _ = await self.saver.load([uid])
+                    if not whole:
+                        raise
+                    states += whole
+                    del damaged[uid]
 
         def add() -> None:
             self.host.add(uids)
+            # a recovery then waits for a better copy; 1: the version is unknown
             for uid, error in damaged.items():
                 self.host.find(uid).ledger.lacks = error.version or 1
             for state in states:
@@ -201,25 +226,25 @@ class Server:
         await asyncio.wrap_future(self.compute.call(add))
 
     def saved_uids(self) -> list[str]:
-        """Experts that have checkpoints."""
+        """Return the uids of experts that have checkpoints."""
         return self.checkpoints.uids() if self.checkpoints else []
 
     async def read_state(self, uid: str) -> Message:
-        """A copy of an expert's state, taken between two batches."""
+        """Return a copy of an expert's state, taken between two batches."""
         return await asyncio.wrap_future(self.compute.call(lambda: read_state(self.host, uid)))
 
     async def save(self) -> None:
-        """Writes every expert that has changed since it was written; what fails is logged, counted and tried again."""
+        """Save every expert that has changed; what fails is logged, counted, and tried again after the next period."""
         if self.saver is not None:
             await self.saver.save()
 
     def describe(self, uid: str) -> dict[str, str]:
-        """Role, term, versions and waiting calls of an expert, as Info and the page show them."""
+        """Return role, term, versions and waiting calls of an expert, for Info and the status page."""
         saved = {} if self.saver is None else self.saver.describe(uid)
         return self.placement.describe(uid) | saved | {protocol.WAITING: str(self.queue.count(uid))}
 
     def status(self) -> dict[str, Any]:
-        """The numbers of the status page."""
+        """Return the numbers of the status page."""
         calls, experts = self.metrics.count("calls_total"), sorted(self.host.experts.items())
         return {
             "time": time.time(),
@@ -250,12 +275,12 @@ class Server:
 
 
 def _announced(listen_on: str, port: int) -> str:
-    """The endpoint that others can reach: the address that is listened on, or for all addresses this host's own."""
+    """Return the endpoint for others: the address that is listened on, or this host's if that is 0.0.0.0 or [::]."""
     host = listen_on.rpartition(":")[0]
     if host in ("0.0.0.0", "[::]", "*", ""):
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             try:
-                # the interface that leads outside; a documentation address (RFC 5737), and nothing is sent
+                # chooses the interface that leads outside: a documentation address (RFC 5737), to which nothing is sent
                 probe.connect(("192.0.2.1", 9))
                 host = str(probe.getsockname()[0])
             except OSError:

@@ -1,8 +1,11 @@
-"""The methods that clients call, and the thread that computes: every error a status code with one sentence.
+"""Answer clients' calls. A call goes through three stages, of which the last runs on a thread of its own.
 
-One event loop reads calls and one thread computes; a queue lies between. So no expert needs a lock for its weights,
-calls that wait are computed together, and a call that is slow to arrive holds up nobody. What could exhaust the server
-is bounded before it is read: bytes by Intake, calls by the queue.
+    Intake          checks who calls, waits until there is memory for the whole message, and only then reads it
+    ExpertService   compares the tensors with the expert's schema, and puts a Job into the queue
+    ComputeThread   takes jobs that wait as one batch, runs it on the ExpertHost, and hands the answers to the loop
+One event loop serves all connections and one thread computes, so an expert's weights need no lock, and a call that is
+slow to arrive delays no other. Bytes (by Intake) and calls (by the queue) are bounded before they are read. An error
+reaches the caller as a grpc status code with one sentence: CODES.
 """
 
 import asyncio
@@ -48,7 +51,7 @@ T = TypeVar("T")
 
 
 class ComputeThread:
-    """Runs batches and tasks of a queue through a host until stop()."""
+    """Takes batches and tasks from a queue and runs them, the batches by a host, until stop()."""
 
     def __init__(self, host: ExpertHost, queue: FairQueue):
         self.host, self.queue = host, queue
@@ -61,12 +64,12 @@ class ComputeThread:
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Finishes what waits, then ends."""
+        """Ends the thread once all that waits in the queue is done, or stops waiting for it after `timeout` seconds."""
         self.queue.close()
         self._thread.join(timeout)
 
     def call(self, function: Callable[[], T]) -> "concurrent.futures.Future[T]":
-        """function() on the computing thread, between two batches."""
+        """Run function() on the computing thread, between two batches."""
         future: concurrent.futures.Future[T] = concurrent.futures.Future()
 
         def task() -> None:
@@ -93,58 +96,65 @@ class ComputeThread:
         self.num_jobs += len(batch)
         try:
             self.host.run(batch)
-        except Exception as error:  # whatever happens, the next batch is served
+        except Exception as error:
+            # run() answers with errors itself; one that it raises must not end this thread
             self.num_crashes += 1
             traceback.print_exc()
             for job in batch:
                 job.done(error)
 
 
-LONGEST_LOOK = 4.0  # seconds; who claims to look more rarely is not waited for
-LATE_LOOK = 3.0  # seconds that a look may be late on a busy machine, beside one that is left out
+# seconds between looks; a server that leaves does not wait for holders that look more rarely
+LONGEST_LOOK = 4.0
+LATE_LOOK = 3.0  # seconds that a look may be late on a busy machine; one whole look may fail besides
 
 
 @dataclass
 class _Copy:
-    """The best copy of one expert."""
+    """The newest copy of one expert that another server holds."""
 
-    version: int = -1
-    due: float = 0.0  # time.monotonic() until which its holder should have looked again
+    version: int = -1  # -1: its holder has looked, but copied nothing yet
+    due: float = 0.0  # time.monotonic() by which its holder should have looked again
 
 
 class _CopiesElsewhere:
-    """Holders of copies say so in their Info and State calls, with the seconds until they look again."""
+    """Warm copies that other servers hold of the experts here, so that a server which leaves can wait for the last one.
+
+    A holder looks at its owner by Info and copies by State; both calls say after how many seconds it looks again.
+    """
 
     def __init__(self) -> None:
         self.is_leaving = False
         self._copies: dict[str, _Copy] = {}
 
     def note(self, request: Message, uid: str, version: int = -1) -> None:
-        """A holder of a copy has looked, or has taken a copy of this version; other callers say no seconds."""
+        """Note that the holder of a copy has looked (version -1), or has copied this version; ignore other callers."""
         try:
             every = float(request.meta[protocol.LOOKS_EVERY][:20])
         except (KeyError, ValueError):
-            return
+            return  # a client: it says no seconds
         if not 0 < every <= LONGEST_LOOK:
             return
         copy = self._copies.setdefault(uid, _Copy())
         copy.version = max(copy.version, version)
-        if version < 0:
+        if version < 0:  # a look; twice its period, because one look may fail
             copy.due = time.monotonic() + 2 * every + LATE_LOOK
 
     def is_awaited(self, uid: str, version: int) -> bool:
-        """True if the holder of a copy of an expert will come for this version."""
+        """True if another server's copy of an expert is older than this version and it should look again soon."""
         copy = self._copies.get(uid)
         return copy is not None and copy.version < version and time.monotonic() < copy.due
 
 
-LONGEST_CALL = 600.0  # seconds, for callers without a deadline
-CALLS_IN_FLIGHT = 8  # of the largest size, where no other bound is set
-SHARE_FOR_ROOM = 0.5  # of a call's time, after which it is refused if there is no room for it
-TRIM_BYTES = 64 << 20  # of calls that have ended, after which their memory goes back to the system
-MAX_SHOWN_PEERS = 100
-CHANGES = frozenset(("backward", "append", "join", "ready", "host"))  # experts, or who has them
+LONGEST_CALL = 600.0  # seconds; also for callers without a deadline
+CALLS_IN_FLIGHT = 8  # calls of the largest size that memory is kept for, if the machine's memory is unknown
+SHARE_FOR_ROOM = 0.5  # of a call's time that it may wait for memory; then it is refused and may go elsewhere
+TRIM_BYTES = 64 << 20  # of calls that have ended, after which freed memory is given back to the system
+MAX_SHOWN_PEERS = 100  # on the status page
+# Methods that change experts or where they are hosted: --allow_backward decides who may call them.
+CHANGES = frozenset(("backward", "append", "join", "ready", "host"))
 Code = grpc.StatusCode
+# How the client takes them: client.caller._translate. Any other error is INTERNAL.
 CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
     (WireError, Code.INVALID_ARGUMENT),
     (SchemaError, Code.INVALID_ARGUMENT),
@@ -158,7 +168,7 @@ CODES: tuple[tuple[type[Exception], grpc.StatusCode], ...] = (
 
 @dataclass(frozen=True)
 class Call:
-    """A call that was let in and read."""
+    """A call that was admitted and read."""
 
     message: Message
     peer: str  # the caller's name, or address
@@ -167,11 +177,12 @@ class Call:
 
 
 class Intake:
-    """Lets calls in one by one: who may call, how much may come, and what went wrong as a status code.
+    """Admits calls: checks who calls, waits for memory, reads the message, and turns errors into status codes.
 
-    Nothing of a call is read before there is room for all of it, by the size that it announces. A call that sends more
-    than it has announced needs room for each further part; grpc itself ends messages that are longer than a part may
-    be, and holds a window of each call that waits. So a caller that lies costs a part and a window.
+    A call announces its size in grpc's metadata, and nothing of it is read before there is memory for all of that. One
+    that sends more than it has announced needs room for each further part. grpc itself refuses messages that are longer
+    than a part may be (protocol.WHOLE_BYTES), and buffers one window (WINDOW_BYTES) of each call that waits. So a
+    caller that lies about its size costs the server one part and one window.
     """
 
     def __init__(
@@ -183,12 +194,12 @@ class Intake:
     ):
         self.guard, self.budget, self.limits = guard, budget, limits
         self._part_bytes = min(PART_BYTES, limits.max_message_bytes // 2)
-        self._ended = ended  # of each call: its method's name, how it ended, and the seconds that it took
-        self._ended_bytes = 0  # of calls that have ended since memory was given back
+        self._ended = ended  # called after each call with its method's name, its status code, and its seconds
+        self._ended_bytes = 0  # of calls read since memory was last given back to the system
         budget.on_idle = self._trim
 
     def whole(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """A method that reads its message part by part, and answers by one."""
+        """Make a grpc method that reads a request in one part or several, and sends its answer whole."""
 
         async def method(requests: AsyncIterator[bytes], context: Any) -> bytes:
             async with self.answering(name, requests, context) as call:
@@ -198,7 +209,7 @@ class Intake:
         return grpc.stream_unary_rpc_method_handler(method)
 
     def in_parts(self, name: str, answer: Callable[[Call], Awaitable[Message]]) -> grpc.RpcMethodHandler:
-        """A method whose answer comes in parts too, and who calls it sends none before there is room for all."""
+        """Make a grpc method that sends its answer in parts; its callers wait for ROOM before they send theirs."""
 
         async def method(requests: AsyncIterator[bytes], context: Any) -> AsyncIterator[bytes]:
             async with self.answering(name, requests, context, in_parts=True) as call:
@@ -211,10 +222,10 @@ class Intake:
     async def answering(
         self, name: str, requests: AsyncIterator[bytes], context: Any, in_parts: bool = False
     ) -> AsyncIterator[Call]:
-        """The call; ends it with a status code if the block raises. Calls that change experts need the right to."""
+        """Admit and read a call for the block; if that or the block raises, end the call with a status code."""
         begin, code = time.monotonic(), Code.OK
         try:
-            # the size comes before the message, which may be long and is not read yet
+            # 1. may this peer call, and how much does it announce? The message itself is not read yet
             text = str(dict(context.invocation_metadata() or ()).get(protocol.BYTES, ""))
             is_number = text.isascii() and text.isdecimal() and len(text) <= 12
             announced = int(text) if is_number else 0
@@ -224,22 +235,24 @@ class Intake:
                     f"a call of {announced} bytes is more than this server takes at a time, {self.budget.limit} "
                     "(--max_bytes_in_flight): send fewer rows a call"
                 )
-            # a call that announces nothing, or nonsense, needs room for the largest
+            # 2. wait for memory; a call that announces nothing, or nonsense, needs room for the largest
             room = announced if is_number else min(self.limits.max_message_bytes, self.budget.limit)
             seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
             held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
-            context.add_done_callback(lambda _: held.release())  # when the reply is on its way
+            context.add_done_callback(lambda _: held.release())  # grpc has the reply, or the caller is gone
             if in_parts:
                 await context.send_initial_metadata(((protocol.ROOM, "1"),))
+            # 3. read the message, and let the block answer it
             try:
                 message = await asyncio.wait_for(self._read(requests, held, announced), seconds)
             except asyncio.TimeoutError:
                 raise DeadlinePassed(f"the call did not come whole within {seconds:.3g} s") from None
             yield Call(message, peer, begin + seconds, held)
+        # 4. say what went wrong; abort() raises
         except Denied as error:
             code = error.code
             await context.abort(code, str(error))
-        except (asyncio.CancelledError, GeneratorExit):
+        except (asyncio.CancelledError, GeneratorExit):  # the caller has hung up
             code = Code.CANCELLED
             raise
         except Exception as error:
@@ -249,7 +262,7 @@ class Intake:
             self._ended(name, code, time.monotonic() - begin)
 
     async def _read(self, requests: AsyncIterator[bytes], held: Held, announced: int) -> Message:
-        """The message of a call, which comes whole or in parts."""
+        """Read the message of a call, in one part or several, and hold memory for what it really takes."""
         data, charged = bytearray(), announced
         async for part in requests:
             size = len(data) + len(part)
@@ -258,7 +271,7 @@ class Intake:
                     f"a call has at most {self.limits.max_message_bytes} bytes (--max_message_bytes), but "
                     f"{size} came: send fewer rows a call"
                 )
-            # a caller that announced less than it sends pays, and needs room, as it goes
+            # what goes beyond the announced size counts for the peer's rate, and needs room, as it comes
             self.guard.charge(held.peer, size - charged)
             charged = max(charged, size)
             held.resize(max(held.count, size))
@@ -272,16 +285,19 @@ class Intake:
         return message
 
     def _trim(self) -> None:
-        """Gives freed memory back: grpc's small pieces keep what glibc would give back from the top of its heap."""
+        """Give freed memory back to the system, when no call is under way.
+
+        glibc does that by itself only at the top of its heap, where small pieces of grpc's are in the way.
+        """
         if self._ended_bytes >= TRIM_BYTES:
             self._ended_bytes = 0
-            # later, when the last frames of the call are gone; elsewhere, because it takes milliseconds
+            # in 0.1 s, when grpc has freed the last frames of the call; on another thread, for it takes milliseconds
             loop = asyncio.get_running_loop()
             loop.call_later(0.1, loop.run_in_executor, None, trim_heap)
 
 
 class ExpertService:
-    """Info, Forward, Backward, State over a computing thread."""
+    """The methods Info, Forward, Backward and State; they check a call and leave the work to a ComputeThread."""
 
     def __init__(
         self,
@@ -302,14 +318,14 @@ class ExpertService:
         self.intake = Intake(guard, self.budget, limits, ended)
         self.may_read: Callable[[str], None] = lambda uid: None  # raises NotLeader to refuse a forward
         self.describe: Callable[[str], dict[str, str]] = lambda uid: {}
-        # name: time.monotonic() of its last call, loss it reported
+        # by name, most recent last: time.monotonic() of the last call, and the loss that was last reported
         self.peers: OrderedDict[str, tuple[float, str]] = OrderedDict()
         self.copies = _CopiesElsewhere()
-        self.withheld: set[str] = set()  # hosted, but claimed by another server
-        self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}
+        self.withheld: set[str] = set()  # uids hosted here but claimed by another server: not served
+        self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}  # gradients, by (uid, request id)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """The methods. Each reads its message itself, when there is memory for it; some do it in parts too."""
+        """Make the grpc methods; those whose messages may be long exist twice, whole and in parts."""
         info, forward, backward, state = (
             functools.partial(self._answer, method)
             for method in (self._info, self._forward, self._backward, self._state)
@@ -325,7 +341,7 @@ class ExpertService:
         return grpc.method_handlers_generic_handler(protocol.SERVICE, methods)
 
     async def _answer(self, method: Callable[[Call], Awaitable[Message]], call: Call) -> Message:
-        """The method's answer, for a caller that the status page shows."""
+        """Note the caller for the status page, then run the method."""
         loss = call.message.meta.get(protocol.LOSS) or self.peers.pop(call.peer, (0.0, ""))[1]
         self.peers[call.peer] = (time.monotonic(), loss[:20])
         self.peers.move_to_end(call.peer)
@@ -367,13 +383,14 @@ class ExpertService:
             raise WireError(f"a request id has {digits}, but this one is {request_id[:50]!r}")
         seen = message.number(protocol.VERSION) if protocol.VERSION in message.meta else None
         key = (uid, request_id)
-        # a client that repeats a call while the first one waits gets the answer of that one: it is one update
+        # A call that is repeated while its first one still waits gets the answer of that one: together they are one
+        # update. One that comes later is recognised by the ledger (ExpertHost._answer_without_update).
         future = self._under_way.get(key)
         if future is None or not request_id:
             future = asyncio.get_running_loop().create_future()
             job = Job(uid, inputs, _settle_soon(future), grad, request_id, seen, call.peer, call.deadline)
             most = body_bytes(self.limits.max_message_bytes)
-            if job.num_bytes > most:  # unpacked, it would fit in no message to another server
+            if job.num_bytes > most:  # compressed it came, but followers get it unpacked, in one message
                 raise SchemaError(
                     f"inputs and gradient for {uid} hold {job.num_bytes} bytes, at most {most} are taken "
                     "(--max_message_bytes): send fewer rows a call"
@@ -381,14 +398,15 @@ class ExpertService:
             self.compute.queue.put(job)
             self._under_way[key] = future
             future.add_done_callback(lambda _: self._under_way.pop(key, None))
-        # shielded: others may wait for it after this caller left
+        # shielded: a caller that hangs up must not cancel what a repeated call waits for
         return self._reply(message, await asyncio.shield(future))
 
     async def _state(self, call: Call) -> Message:
         message, host = call.message, self.compute.host
         uid = message.text(protocol.UID)
         seconds = (call.deadline - time.monotonic()) * SHARE_FOR_ROOM
-        await call.held.wait_for(host.state_bytes(uid), seconds)  # its copy is of that size
+        # memory for the copy, not for the small request
+        await call.held.wait_for(host.state_bytes(uid), seconds)
         state = await asyncio.wrap_future(self.compute.call(lambda: read_state(host, uid)))
         self.copies.note(message, uid, int(state.meta[protocol.VERSION]))
         return state
@@ -402,7 +420,7 @@ class ExpertService:
     def _unpack(
         self, message: Message, has_grad: bool
     ) -> tuple[str, tuple[torch.Tensor, ...], torch.Tensor | None]:
-        """uid, inputs and gradient of a call; SchemaError if they are not what the expert takes."""
+        """Return uid, inputs and gradient of a call; SchemaError if they are not what the expert takes."""
         tensors, host = decompress(message), self.compute.host
         grad = tensors.pop(protocol.GRAD, None) if has_grad else None
         if has_grad and grad is None:
@@ -428,14 +446,14 @@ class ExpertService:
 
 
 def _settle_soon(future: "asyncio.Future[Answer]") -> Callable[[object], None]:
-    """A function for another thread that settles the future on its loop, unless the caller is gone."""
+    """Return a function that sets a future's result or exception from another thread, unless the caller is gone."""
 
     def settle(result: object) -> None:
         if future.done():
             return
         if isinstance(result, BaseException):
             future.set_exception(result)
-            future.exception()  # read, even if no caller waits any more
+            future.exception()  # counts as read: asyncio logs exceptions that no caller awaits
         else:
             future.set_result(result)  # type: ignore[arg-type]
 

@@ -1,8 +1,11 @@
-"""The state of one expert as a message: what a follower copies, a checkpoint holds and an audit computes with.
+"""Read and write the state of one expert as a message: followers copy it, checkpoints hold it, audits compute with it.
 
-Tensors: weight/NAME and buffer/NAME, optimizer/PLACE/NAME with the place of a parameter, and the ids of the requests
-that were applied, each with its version: who continues from here must know a gradient that comes again.
-Metadata: the end of the log that the weights have, and the kind of the expert, which must be the reader's.
+weight/NAME, buffer/NAME             parameters and persistent buffers
+optimizer/PLACE/NAME                 moments of the parameter at this place in the optimizer
+applied.ids, applied.versions        ids of the last requests, uint8 [16 n], and the version of each, int64 [n]:
+                                     a server that goes on from here must recognise a gradient that comes again
+metadata                             the end of the log that the weights have, the number of gradients, and class,
+                                     width and optimizer, which must be the reader's
 """
 
 from collections import OrderedDict
@@ -18,7 +21,7 @@ _IDS, _IDS_VERSIONS = "applied.ids", "applied.versions"
 
 
 def read_state(host: ExpertHost, uid: str) -> Message:
-    """A copy of all that makes an expert what it is."""
+    """Return a copy of an expert's state, on the thread that computes."""
     expert = host.find(uid)
     ledger, end = expert.ledger, end_of_weights(expert.ledger)
     tensors = {f"weight/{name}": p.clone() for name, p in host.parameters(uid).items()}
@@ -43,7 +46,11 @@ def read_state(host: ExpertHost, uid: str) -> Message:
 
 
 def write_state(host: ExpertHost, message: Message) -> None:
-    """Makes an expert what read_state() saw, hosting it first if need be; WireError if it is of another kind."""
+    """Give an expert the state in a message, hosting it first if it is new here; WireError if it does not fit.
+
+    An error in the middle leaves the expert marked as broken. On the thread that computes.
+    """
+    # 1. of the same kind as the experts here
     uid = message.meta.get("uid", "")
     requests = message.number("requests")
     kind = {"class": host.expert_class.name, "hidden_dim": str(host.hidden_dim)}
@@ -51,12 +58,14 @@ def write_state(host: ExpertHost, message: Message) -> None:
         if message.meta.get(key) != ours:
             given = f"{key}={message.meta.get(key)}"
             raise WireError(f"the state of {uid} has {given}, but this server has {ours}")
+    # 2. weights and buffers
     host.add([uid])
     expert = host.find(uid)
-    expert.ledger.broken = "a copy was not installed to its end"  # install() clears it
+    expert.ledger.broken = "a copy was not installed to its end"  # until install() clears it
     _copy_all(_named(message, "weight/"), host.parameters(uid), uid)
     buffers = _named(message, "buffer/")  # a state of an earlier release has none
     _copy_all(buffers, {name: x for name, x in host.buffers(uid).items() if name in buffers}, uid)
+    # 3. the optimizer's moments; none if it has made no step
     if expert.optimizer is not None:
         names = set(STATE_NAMES[host.training.optimizer])
         state: dict[int, dict[str, torch.Tensor]] = {}
@@ -74,17 +83,19 @@ def write_state(host: ExpertHost, message: Message) -> None:
                 f"the state of {uid} lacks entries of the optimizer for parameters {incomplete[:9]}"
             )
         expert.optimizer.load_state_dict({**expert.optimizer.state_dict(), "state": state})
+    # 4. the history
     expert.ledger.install(end_of_state(message), read_ids(message), requests)
 
 
 def end_of_state(message: Message) -> End:
-    """The end of the log of a state."""
+    """Return the end of the log that a state's weights have."""
     term = Term.read(message, "term") if "term" in message.meta else Term()  # older checkpoints have none
     return End(term, message.number("version"))
 
 
 def end_of_weights(ledger: Ledger) -> End:
-    """The end of the log as far as the weights have it, on the thread that computes."""
+    """Return the end of the log as far as the weights have it; on the thread that computes."""
+    # the log may be ahead: the first update in the tail that follows the weights' version says where they are
     with ledger.lock:
         for update in ledger.tail:
             if update.previous.version == ledger.version:
@@ -105,7 +116,7 @@ def _copy_all(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], u
 
 
 def read_ids(message: Message) -> "OrderedDict[str, int]":
-    """The versions of the remembered requests of a state, by request id."""
+    """Return the version of each remembered request of a state, by request id, oldest first."""
     ids, versions = message.tensors.get(_IDS), message.tensors.get(_IDS_VERSIONS)
     if ids is None or versions is None or ids.dtype != torch.uint8 or versions.dtype != torch.int64:
         raise WireError("the state has no list of applied requests")

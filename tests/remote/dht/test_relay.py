@@ -122,6 +122,20 @@ def test_garbage_closes_the_connection(relays, line):
     assert relay.num_hosts == 0
 
 
+def test_host_whose_port_cannot_be_opened_is_counted_no_more(relays, attach, echo_server, monkeypatch):
+    """Such hosts counted for ever, until the relay refused all others."""
+    relay, endpoint = relays()
+
+    async def fail(*_):
+        raise OSError(24, "Too many open files")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(asyncio, "start_server", fail)
+        with pytest.raises(DiscoveryError, match="cannot be used"):
+            attach(endpoint, echo_server)
+    wait_until(lambda: not relay.num_hosts)
+
+
 def test_host_that_leaves_frees_its_port(relays, attach, echo_server):
     relay, endpoint = relays()
     attachment = attach(endpoint, echo_server)

@@ -1,6 +1,7 @@
 """Many nodes in one process: hops, churn, islands, clocks, claims, and beam search against brute force."""
 
 import asyncio
+import contextlib
 import itertools
 import math
 import random
@@ -223,6 +224,34 @@ def test_wrong_clocks_neither_kill_records_nor_keep_them_alive(skews):
     assert all(29 < seconds <= 30.5 for seconds in left)  # whatever the clock of who asks
 
 
+def test_slow_nodes_have_one_timeout_for_all_items():
+    """Each 64 items had a timeout of their own, so that declaring many experts took several times its own."""
+
+    async def run():
+        network = Network()
+        nodes = await network.nodes(3)
+        loop = asyncio.get_running_loop()
+
+        def slow(answer):
+            async def handle(method, data, host):
+                await asyncio.sleep(0.7 if method == "Store" else 0)
+                return await answer(method, data, host)
+
+            return handle
+
+        for endpoint, answer in list(network.handlers.items()):
+            network.handlers[endpoint] = slow(answer)
+        begin = loop.time()
+        uids = [f"expert.{n}" for n in range(400)]  # 800 items a node, 13 calls
+        with contextlib.suppress(DiscoveryError):
+            await nodes[0].declare(uids, "a:1", 60.0, timeout=2.0)
+        seconds = loop.time() - begin
+        await close(nodes)
+        return seconds
+
+    assert simulation.run(run()) < 4.0  # 2 s, and two calls that the simulation lets run to their ends
+
+
 async def replay(network, nodes, signed):
     """Stores old records again at every node, as a node that kept their bytes can."""
     for discovery in nodes:
@@ -393,6 +422,26 @@ def test_beam_search_without_an_answer_ends_at_its_deadline():
         assert asyncio.get_running_loop().time() - begin < 20
 
     asyncio.run(run())
+
+
+def test_beam_search_that_is_refused_at_once_leaves_the_loop_to_others():
+    """It asked again without a pause, so that no other call, and no refresh of the DHT's node, went on meanwhile."""
+
+    class Alone(StaticList):
+        async def successors(self, prefixes, *, timeout=5.0):
+            raise Unanswered("this node knows no others", {}, prefixes)
+
+    async def run():
+        search = asyncio.ensure_future(beam_search(Alone(), "grid", [torch.randn(2, 1)], 2, timeout=0.3))
+        turns = 0
+        while not search.done():
+            await asyncio.sleep(0)
+            turns += 1
+        with pytest.raises(DiscoveryError, match="no answer for grid"):
+            await search
+        return turns
+
+    assert asyncio.run(run()) > 5
 
 
 def test_beam_search_past_its_deadline_returns_what_it_found():
