@@ -1,9 +1,14 @@
-"""import_model(): replaces the MoE layers of a Transformers model by ours.
+"""Replace the MoE blocks of a Transformers model by our layer, with the same weights: import_model().
 
-The block's own tensors become the parameters of our layer, which is built on the meta device: no weight is copied or
-drawn. What a family computes around its experts (a norm, a factor, scores beside the output, ids of tokens) is a hook
-on our layer, so that Transformers' decoder layer calls it as it called its own. Hooks are functions and classes at the
-top level of this module, since a model with them has to be copied and pickled.
+    read      Transformers loads the folder, once it is checked (_read); a model in memory is taken as it is
+    convert   our layer is built on the meta device, and the block's own tensors become its parameters (_converted):
+              no weight is copied or drawn at random
+    hook      what a family computes around its experts (a norm, a factor, scores beside the output, ids of tokens)
+              is a hook on our layer, so the decoder layer calls ours as it called its own
+    save      save_pretrained() writes the format that the model came from, load_state_dict() takes it
+
+Hooks are functions and classes at the top level of this module, because a model that has them must be copied and
+pickled.
 """
 
 from __future__ import annotations
@@ -64,7 +69,10 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 
 def _read(source: Any, options: dict[str, Any]) -> tuple[Any, Path]:
-    """Read a model by Transformers -> (it, its folder), whose files are looked at before; CheckpointError for gaps."""
+    """Let Transformers read a model, after its files were checked -> (model, folder with its weights).
+
+    Raises CheckpointError for files that fail the checks, and for parameters that the files do not have.
+    """
     transformers = require("transformers", "import_model()")
     from safetensors import SafetensorError
 
@@ -73,8 +81,9 @@ def _read(source: Any, options: dict[str, Any]) -> tuple[Any, Path]:
             "import_model() downloads nothing: leave force_download out, and run `hf download`"
         )
     options["local_files_only"] = True
-    # Transformers ignores both where it is given a folder
+    # local_path() takes both: from_pretrained() ignores them where it is given a folder
     of_hub = {name: options.pop(name) for name in ("revision", "cache_dir") if name in options}
+    # with one of these the weights are not where local_path() would look for them
     others = options.get("subfolder") or options.get("gguf_file")
     folder = local_path(source, () if others else None, **of_hub)
     if not folder.is_dir():
@@ -89,10 +98,12 @@ def _read(source: Any, options: dict[str, Any]) -> tuple[Any, Path]:
     files.check()
     config = options.get("config")
     if config is None and "gguf_file" not in options:
+        # the number of tensors bounds the number of layers that config.json may ask for
         counts = [len(read_safetensors(file)[0]) for file in files.paths]
         config = read_config(place, sum(counts) if counts else None)
     with errors_of_transformers(folder, "model"):
         try:
+            # config= may be a path, which Transformers reads itself
             is_known = config is not None and not isinstance(config, (str, os.PathLike))
             read = (model_class(config) if is_known else transformers.AutoModelForCausalLM).from_pretrained
             model, found = read(folder, **options, output_loading_info=True)
@@ -117,21 +128,23 @@ def _folder_of(model: Any) -> Path | None:
 
 
 def _unloaded(model: Any, place: Path) -> dict[str, Tensor]:
-    """Read the tensors of a model's folder that it does not have: heads for the tokens after the next, and others.
+    """Read the tensors of a folder that the model does not have: heads for the tokens after the next, and others.
 
-    Packed ones are decoded, as Transformers decodes those of the model. {} for a folder without safetensors.
+    Packed ones are decoded, as Transformers decodes the model's own. {} for a folder without safetensors.
     """
     base = ModelFolder(place)
     if not base.paths or not all(file.exists() for file in base.paths):
         return {}
     said = base.config.get("text_config") or base.config
     depth = getattr(model.config.get_text_config(), "num_hidden_layers", None)
-    if base.quantization:  # else scales of the model's own weights are names that it does not have
+    if base.quantization:
         if not heads_in(WeightNames(base, model, base.tensors).unloaded, model.config):
             return {}
+        # else the scales of the model's own weights would pass for tensors that it does not have
         decode(base)
     names = WeightNames(base, model, base.tensors).unloaded
     if names and said.get("num_hidden_layers", depth) != depth:
+        # the caller asked for another depth: what is left are whole layers, and heads would get their numbers
         warnings.warn(
             f"{place} has {said['num_hidden_layers']} layers, the model {depth}: {len(names)} tensors are left out",
             stacklevel=3,
@@ -181,6 +194,7 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
     family = _family_of(values)
     facts = family.facts_of(values)
     activation = _activation(family, values, facts)
+    # Find the blocks: modules whose experts have the family's first weight
     up = family.in_modules.experts[0].rpartition(".")[2]
     blocks = [
         (name, module)
@@ -190,22 +204,26 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
     place = family.in_modules.place
     if not blocks:
         raise CheckpointError(f"{type(model).__name__} has no MoE layer that is not ours already")
+    # Before the blocks are replaced: names in the files are matched with the parameters of Transformers' modules
     unloaded = {} if folder is None else _unloaded(model, folder)
     trained = None
     if mtp_loss is not None:
         trained = TrainedHeads(model, unloaded, mtp_loss)
         unloaded = {name: value for name, value in unloaded.items() if name not in trained.shapes}
     setattr(model, UNLOADED, unloaded)
+    # Replace them
     for name, block in blocks:
         layer = _converted(name, block, family, facts, activation)
         if place:
-            # a decoder layer that calls experts(x, choices, weights) with those of router(h): ours takes x and h
+            # The decoder layer calls choices, weights = router(h), then experts(x, choices, weights). Ours routes
+            # itself: the router's place hands on h, and the hook gives x and h to our layer
             setattr(block, place, layer)
             setattr(block, family.in_modules.gate.partition(".")[0], _GateInput())
             layer.register_forward_pre_hook(_with_gate_input, with_kwargs=True)
         else:
             parent, _, attribute = name.rpartition(".")
             setattr(model.get_submodule(parent), attribute, layer)
+    # What the whole model has to do otherwise from now on
     if trained is not None:
         setattr(model, HEADS, trained)
         WithHeads().register(model)
@@ -228,7 +246,7 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
 
 
 def _family_of(config: dict[str, Any]) -> Family:
-    """Find the family of a model; CheckpointError for one that is not known, or computes what our layers do not."""
+    """Return the family of a configuration; CheckpointError if it is not known, or our layers compute otherwise."""
     family = FAMILIES.get(config["model_type"])
     if family is None:
         kind = config["model_type"]
@@ -260,10 +278,12 @@ def _refuse_router_logits(model: Any, _: Any, kwargs: dict[str, Any]) -> None:
 def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
     """Let load_state_dict take what save_pretrained wrote, as a Trainer does that resumes."""
     own = model.state_dict().keys()
+    # save_pretrained() has copied these from the folder; no module has them
     for name in getattr(model, UNLOADED, ()):
         state_dict.pop(name, None)
     heads: TrainedHeads | None = getattr(model, HEADS, None)
     trained = {}
+    # Heads that train are parameters of model.mtp under other names; take them out before the rest is converted
     if prefix == "" and heads is not None and heads.shapes.keys() <= state_dict.keys():
         values = {name: state_dict.pop(name) for name in heads.shapes}
         trained = {f"{HEADS}.heads.{name}": v for name, v in heads.of_files(values).items()}
@@ -279,7 +299,7 @@ def _take_format(model: nn.Module, state_dict: dict[str, Any], prefix: str, *_: 
 def _converted(
     name: str, block: nn.Module, family: Family, facts: dict[str, Any], activation: Any
 ) -> nn.Module:
-    """Make our layer of a block's tensors, on its device and in its mode."""
+    """Make our layer from a block's tensors, on its device and in its mode (training or not)."""
     gate = family.in_modules.gate
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     if family.in_modules.place:  # the block has other parts
@@ -294,7 +314,7 @@ def _converted(
             f"{name} ({type(block).__name__}) has tensors that are not known: {sorted(left)}"
         )
     tensors = found[0]
-    # The gate: what it has and the model lacks is added
+    # The gate, with what ours has and the model lacks
     options = {key: facts[key] for key in OPTIONS if key in facts and key != "top_k"}
     options["gate_bias"] = family.gate_bias
     kind = getattr(gates, facts.get("gate", family.gates[-1]))
@@ -306,6 +326,7 @@ def _converted(
         tensors[EXPERT_BIAS] = zeros((num_experts,), torch.float32)
         tensors[PENDING_LOAD] = zeros((num_experts,), torch.int64)
         options["bias_update_speed"] = 0  # a bias that the model lacks stays zero, or it could not be saved
+    # The layer, without memory
     shared = tensors.get(f"{SHARED}h4toh.weight")  # [1, D, H]
     has_gate = SHARED_GATE in tensors
     with torch.device("meta"):
@@ -324,6 +345,7 @@ def _converted(
         if shared is not None and family.shared_activation:
             width = shared.shape[2]
             layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
+    # The block's tensors as its parameters and buffers
     like = values[f"{gate}.weight"]
     for key, value in {key: tensor.read() for key, tensor in tensors.items()}.items():
         path, _, attribute = key.rpartition(".")
@@ -332,6 +354,7 @@ def _converted(
             value = nn.Parameter(value, requires_grad=like.requires_grad)
         setattr(module, attribute, value.to(like.device))
     layer.mark_parallel_comm("dp")
+    # What the family computes around the experts
     if family.norm:
         setattr(layer, family.norm, getattr(block, family.norm))
     if "output_scale" in facts:
@@ -341,12 +364,12 @@ def _converted(
     if family.in_modules.table:
         ids = _TokenIds()
         layer.register_forward_pre_hook(ids.before, with_kwargs=True)
-        layer.register_forward_hook(ids.after, always_call=True)
+        layer.register_forward_hook(ids.after, always_call=True)  # a forward that raises ends its batch, too
     return layer.train(block.training)
 
 
 class _Behind:
-    """Computes what a family has behind its experts: a norm, a factor, a pair with scores."""
+    """A forward hook for what a family computes after its experts: a norm, a factor, a pair with scores."""
 
     def __init__(self, norm: str, scale: float | None, is_pair: bool) -> None:
         self.norm = norm  # name of the norm in our layer, "" without
@@ -362,10 +385,11 @@ class _Behind:
 
 
 class _TokenIds:
-    """Opens token_ids() around a layer that its model calls with input_ids."""
+    """Forward hooks that open token_ids() around a layer that its model calls with input_ids."""
 
     def __init__(self) -> None:
-        self._open: list[Any] = []  # what was current outside of each forward that has not ended; not copied
+        # what was current outside of each forward that has not ended: a copy of the model begins without
+        self._open: list[Any] = []
 
     def __deepcopy__(self, _: Any) -> _TokenIds:
         return _TokenIds()
@@ -385,7 +409,7 @@ class _TokenIds:
 
 
 class _GateInput(nn.Module):
-    """Replaces a router whose output the experts get: hands them its input."""
+    """Stands where the router was, and hands its input on to the experts."""
 
     def forward(self, x: Tensor) -> tuple[None, Tensor, None]:
         return None, x, None
@@ -421,7 +445,7 @@ def _save_imported(
     max_shard_size: int | str = MAX_SHARD_SIZE,
     **options: Any,
 ) -> None:
-    """save_pretrained() of an imported model: writes the format that it came from, over what an earlier call wrote.
+    """Write an imported model in the format that it came from, over what an earlier call wrote: its save_pretrained().
 
     state_dict: the model's own, as the Trainer passes it. is_main_process, max_shard_size, safe_serialization: as in
     Transformers. Raises CheckpointError for its other arguments, which are not honoured.
@@ -434,6 +458,7 @@ def _save_imported(
         )
     own = model.state_dict()
     for name, value in (state_dict or {}).items():
+        # by address: the Trainer passes the model's own tensors, and other values would be lost without a word
         if name not in own or own[name].data_ptr() != value.data_ptr():
             raise CheckpointError(
                 f"state_dict= has {name!r}, which is not the model's own: load it into the model first"

@@ -1,10 +1,13 @@
-"""Quantise a float folder: its weights rounded to a packing, as GGUF or as a folder with Transformers' names.
+"""Quantise a float folder: write its weights in a packing, as a GGUF file or as a folder for Transformers.
 
-Of each matrix the nearest values are taken (frozen.quantize), under scales that a text may choose (calibration.py).
-Packed are the experts, and the linear layers of the layers that have experts' names around them; embeddings, the head,
-routers and norms stay as they are. A
-matrix is read, packed and written before the next one, so that memory holds an expert in float32 and, for GGUF, the
-packed experts of one weight of a layer. A call that ended early goes on with the files that are whole.
+    what     the experts, and the linear layers of the same decoder; embeddings, head, routers and norms stay as is
+    how      each value becomes the nearest one that the packing has (frozen.quantize), under scales that a text may
+             choose: errors weigh more where its inputs are large (calibration.py)
+    memory   a matrix is read, packed and written before the next one: an expert in float32, and for GGUF the packed
+             experts of one weight of a layer
+    restart  a call that was interrupted goes on after the files that are whole
+
+export_quantized() is the entry. _Packed writes the folder, _Gguf the file, and _Job is what they share.
 """
 
 from __future__ import annotations
@@ -39,14 +42,14 @@ from fmoe_ext.model_files import FolderModel, experts_modules, linear_layers, op
 
 TARGETS = ("gguf", "packed")
 TYPES = (*PACKED, *(name for name in PACKINGS if name not in PACKED))
-# What to take for a type that the other target has alone
+# {type that only the other target has: what to take instead}
 _INSTEAD = MappingProxyType(
     {
         **{"q4_k": "nvfp4, mxfp4 or nf4", "q8_0": "mxfp8 or fp8"},
         **{"mxfp8": "q8_0", "fp8": "q8_0", "nf4": "q4_k"},
     }
 )
-# Layers that servers join into one, whose rows then have one factor in NVFP4
+# Layers that servers join into one matrix, which in NVFP4 has one factor for all rows: they are packed together
 _FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
 
 
@@ -103,7 +106,9 @@ def export_quantized(
         raise CheckpointError(
             f"--type {type} leaves no choice to a text: leave the text out, or take --type {others}"
         )
+    # All checks of names, shapes and the architecture are in these constructors: nothing is written before
     job = (_Gguf if to == "gguf" else _Packed)(files, type)
+    # What a call must have in common with an interrupted one to go on with its files
     about: dict[str, Any] = {"files": [fingerprint(file) for file in files.inputs], "choices": [to, type]}
     calibrated = None
     if tokens is not None:
@@ -141,7 +146,7 @@ def export_quantized(
 
 
 class _Job:
-    """A folder that is to be packed."""
+    """A folder to pack, and which of its weights."""
 
     experts: Mapping[str, Any]  # {path: module} of those to pack
     linear: dict[str, Any]  # {parameter: layer} of the linear layers to pack
@@ -158,7 +163,7 @@ class _Job:
             raise CheckpointError(f"{files.path}: {model} has no experts to pack")
         stems = tuple({f"{path.partition('layers.')[0]}layers." for path in self.experts})
         head = self.skeleton.get_output_embeddings()
-        # a tower for images stays as it is, as does the head
+        # only beside experts: a tower for images stays as it is, and so does the head
         self.linear = {
             name: layer
             for name, layer in linear_layers(self.skeleton).items()
@@ -174,6 +179,7 @@ class _Job:
         for path, layer in self.files.of(self.skeleton).layers.items():
             for part, leaf in (("w1", up_of(self.experts[path])), ("w2", "down_proj")):
                 weights[f"{path}.{leaf}"] = _by_expert(layer.parts[part], layer.num_experts)
+        # [E, in] -> [E, in, 1] for weights [E, in, out], else [..., 1, in] for weights [..., out, in]
         for parameter, found in measure(self.files, self.linear, weights, batches, memory).items():
             if parameter in weights and self.experts[parameter.rpartition(".")[0]].is_transposed:
                 self.importance[parameter] = found[:, :, None]
@@ -193,6 +199,7 @@ class _Packed(_Job):
         self.is_stack = type == "mxfp4" and family is not None and family.files.interleaved
         self.wanted: set[str] = set()  # names in the files of the weights to pack
         self.place: dict[str, tuple[str, int | None]] = {}  # {name of these: (parameter, expert)}
+        # The experts: one tensor a matrix in the files, or a stack in GPT-OSS's packing alone
         for weight in (
             f"{path}.{leaf}" for path, m in self.experts.items() for leaf in (up_of(m), "down_proj")
         ):
@@ -219,6 +226,7 @@ class _Packed(_Job):
             for e, of_expert in enumerate(found.names):
                 self.place |= {name: (weight, None if found.is_stack else e) for name in of_expert}
         self.of_experts = frozenset(self.wanted)
+        # The linear layers, where their rows are whole blocks; the others stay as they are
         for name, parameter in self.names.renamed.items() if not self.is_stack else ():
             layer = self.linear.get(parameter)
             if layer is not None and name.endswith(".weight") and layer.in_features % block == 0:
@@ -236,7 +244,7 @@ class _Packed(_Job):
     def tensors(self) -> dict[str, StoredTensor]:
         """Return {name: tensor} of the packed folder, in the order of the files."""
         base = self.files.base.tensors
-        # Weights that are packed together, since they have one factor, or each alone
+        # Groups of weights that are packed together because they share one factor (_FUSED); most have one member
         groups: dict[tuple[str, ...], list[str]] = {}
         group_of: dict[str, list[str]] = {}
         for name in base:
@@ -252,7 +260,7 @@ class _Packed(_Job):
                 found |= _stack_in_mxfp4(name, tensor, self.inputs(name))
             elif name not in group_of:
                 found[name] = tensor
-            elif name == group_of[name][0]:
+            elif name == group_of[name][0]:  # the first one brings the tensors of all
                 found |= _packed_group(base, group_of[name], self.packing, self.inputs(name))
         return found
 
@@ -260,7 +268,7 @@ class _Packed(_Job):
         base = self.files.base
         write_model_files(work, self.tensors(), MAX_SHARD_BYTES)
         self.files.copy_beside(work)
-        # Layers that stay as they are, by their names in the files and in the model, where they differ
+        # config.json lists the layers that are not packed, under their names in the files and in the model
         plain = set()
         for name, tensor in base.tensors.items():
             if name not in self.wanted and len(tensor.shape) == 2 and name.endswith(".weight"):
@@ -281,15 +289,17 @@ def _packed_group(
 ) -> dict[str, StoredTensor]:
     """Return {name: tensor} of matrices that are packed together, read and packed when the first is written.
 
-    They have the same inputs, whose importance is [1, in].
+    They have the same inputs, whose importance is [1, in]. Shapes come from packing tensors on the meta device.
     """
 
     def parts_of(
         weights: Sequence[torch.Tensor], importance: torch.Tensor | None = None
     ) -> list[dict[str, torch.Tensor]]:
+        # [1, rows of all, in]: as the weight of one expert
         packed = frozen.quantize(torch.cat([w.float() for w in weights])[None], packing.format, importance)
         if len(weights) == 1:
             return [packing.tensors(packed)]
+        # cut the packed rows apart again
         found, begin = [], 0
         for weight in weights:
             of_rows = functools.partial(torch.narrow, dim=1, start=begin, length=len(weight))
@@ -297,7 +307,7 @@ def _packed_group(
             begin += len(weight)
         return found
 
-    # the tensors of a matrix follow each other in a file: they are packed once
+    # the tensors of a group are written one after the other: pack once, and let go after the last
     @functools.lru_cache(maxsize=1)
     def read() -> list[dict[str, torch.Tensor]]:
         return parts_of([base[name].read() for name in names], importance)
@@ -310,7 +320,7 @@ def _packed_group(
 
             def values(i: int = i, key: str = key) -> torch.Tensor:
                 value = read()[i][key]
-                if (i, key) == last:  # nothing is left to write of it
+                if (i, key) == last:
                     read.cache_clear()
                 return value
 
@@ -352,6 +362,7 @@ class _Gguf(_Job):
                 "mxfp4 or q4_k"
             )
         self.tensors: dict[str, StoredTensor] = {}  # {name in Transformers' modules: tensor}
+        # The experts
         weights = files.of(self.skeleton)
         for path, layer in weights.layers.items():
             if layer.is_packed:
@@ -359,6 +370,7 @@ class _Gguf(_Job):
             for part, leaf in (("w1", up_of(self.experts[path])), ("w2", "down_proj")):
                 self.tensors[f"{path}.{leaf}"] = _by_expert(layer.parts[part], layer.num_experts)
         packed = self.tensors.keys() | self.linear.keys()
+        # Tensors that the files have as the modules do; of tied ones the first name alone
         tied = getattr(self.skeleton, "all_tied_weights_keys", {})
         others = weights.others(files.dtype)
         own, used = self.skeleton.state_dict(), set()
@@ -367,16 +379,18 @@ class _Gguf(_Job):
             if parameter in own:
                 used.add(name)
                 self.tensors[tied.get(str(parameter), str(parameter))] = tensor
+        # Parameters that Transformers makes of other tensors (joined, split, transposed)
         for parameter, value in own.items():
             if parameter in self.tensors or parameter in tied:
                 continue
-            made = self.names.converted(parameter)  # of other tensors of the files
+            made = self.names.converted(parameter)
             if made is None:
                 raise CheckpointError(f"{files.path} lacks {parameter}: {self.names.nearest(parameter)}")
             used.update(made.names)
             parts = {name: others[name] for name in made.names}
             read = functools.partial(_converted, self.skeleton, parameter, parts)
             self.tensors[parameter] = StoredTensor(value.shape, others[made.names[0]].dtype, read)
+        # What is left: heads for the tokens after the next, and tensors that have no place
         left = others.keys() - used
         heads = heads_in(left, files.config) if architecture.writes_heads else []
         of_heads, self.num_heads = heads_in_gguf({name: others[name] for name in heads}, self.skeleton)
@@ -409,7 +423,7 @@ def _converted(skeleton: Any, parameter: str, parts: Mapping[str, StoredTensor])
 
 
 def _by_expert(part: Part, num_experts: int) -> StoredTensor:
-    """Return a weight of all experts of a layer, of which parts() reads one at a time."""
+    """Return a weight of all experts of a layer as a StoredTensor, whose parts() read an expert at a time."""
 
     def rows(first: int, end: int) -> torch.Tensor:
         return torch.stack([part.read(e) for e in range(first, end)])

@@ -1,17 +1,19 @@
-"""The vocabulary of a GGUF file: how llama.cpp turns text into token ids, taken from a tokenizer of Transformers.
+"""Translate a Transformers tokenizer into the vocabulary of a GGUF file, by which llama.cpp turns text into token ids.
 
-A fast tokenizer is a chain: a normalizer changes the text, special tokens are cut out, a pre-tokenizer cuts the rest
-into words, byte-pair merges make tokens of each word. llama.cpp has such chains in its code. A file picks one by two
-names and brings the tokens:
+A fast tokenizer is a chain of steps: a normalizer changes the text, special tokens are cut out, a pre-tokenizer cuts
+the rest into words, and byte-pair merges build tokens from the characters of each word. llama.cpp has such chains in
+its code. A file picks one by two names, and brings the tokens:
 
-    tokenizer.ggml.model  gpt2: bytes as letters, merges by their rank. llama: SentencePiece, merges by the score of
-                          the token that they make, bytes as <0x00>. gemma4: bytes as <0x00>, merges by their rank
-    tokenizer.ggml.pre    the regular expressions that cut text into words, under the name of the first model with them
+    tokenizer.ggml.model   how words become tokens
+        gpt2     bytes are written as letters; merges by their rank
+        llama    SentencePiece: merges by the score of the token that they make; unknown bytes are <0x00> to <0xFF>
+        gemma4   merges by their rank; unknown bytes are <0x00> to <0xFF>
+    tokenizer.ggml.pre     the regular expressions that cut text into words, named after the first model that had them
 
-llama.cpp's converter knows a pre-tokenizer by a hash of what one vocabulary makes of a sample. Here its expressions
-are compared, so that a new vocabulary has its name too. The package gguf reads merges and special tokens from
-files (gguf.SpecialVocab), but guesses where special tokens go: the tokenizer itself is asked here. What a chain of
-llama.cpp does not compute is refused by name, before anything is written.
+llama.cpp's converter recognises a pre-tokenizer by a hash of the ids that it gives to a sample text, so every new
+vocabulary needs an entry. Here the expressions themselves are compared (PRE_TOKENIZERS). gguf.SpecialVocab guesses
+where special tokens go; here the tokenizer is run and its output looked at. What llama.cpp would compute otherwise is
+refused with the reason, before anything is written.
 """
 
 import json
@@ -27,11 +29,12 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.model_folder import local_path
 
 _SPACE = "▁"  # stands for a space in SentencePiece's tokens
-_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))
-# Added tokens of chat templates that are not said to be special: llama.cpp's converter hides them in answers too
+_BYTES = tuple(f"<0x{byte:02X}>" for byte in range(256))  # tokens for characters that have none
+# Added tokens of chat templates count as special although they do not say so: llama.cpp's converter does the same
 _FOR_TEMPLATES = re.compile(r"<\|.*\|>|<\uff5c.*\uff5c>", re.DOTALL)
 
-# The parts that expressions of tokenizer.json share: endings of English words, runs of spaces, letters by their case
+# Parts that the expressions of tokenizer.json files share: English contractions in any case, runs of white space,
+# letters by their case. They must be those files' text to the letter, because expressions are compared as text
 _CASED = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 _SPACES = r"\s*[\r\n]+|\s+(?!\S)|\s+"
 _UPPER, _LOWER = r"\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}", r"\p{Ll}\p{Lm}\p{Lo}\p{M}"
@@ -55,7 +58,7 @@ _KIMI = (
 )
 _BAILING = r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]|\s+(?!\S)|\s+"
 _CJK_OF_DEEPSEEK = "[\u4e00-\u9fa5\u0800-\u4e00\uac00-\ud7ff]+"
-# Letters with a case, by number: some look like others
+# Letters with a case, as escapes: some look like others
 _CASED_LETTERS = (
     "\u00b5\u00c0-\u00d6\u00d8-\u00f6\u00f8-\u01ba\u01bc-\u01bf\u01c4-\u0293\u0295-\u02af"
     "\u0370-\u0373\u0376\u0377\u037b-\u037d\u037f\u0386\u0388-\u038a\u038c\u038e-\u03a1\u03a3-\u03f5"
@@ -84,8 +87,8 @@ _DEEPSEEK_V3 = (
     r"""[!"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"""
     rf"| ?[\p{{P}}\p{{S}}]+[\r\n]*|{_SPACES}",
 )
-# The expressions of a pre-tokenizer, one after the other -> its names in llama.cpp, for a tokenizer that merges the
-# letters of each word, and for one that takes a word that is a token as it is (ignore_merges)
+# {expressions of a pre-tokenizer, in order: its two names in llama.cpp}. The first name is for a tokenizer that merges
+# the letters of every word, the second for one that takes a word whole if it is a token (ignore_merges); "" if none
 PRE_TOKENIZERS: Mapping[tuple[str, ...], tuple[str, str]] = MappingProxyType(
     {
         (_GPT2,): ("gpt-2", ""),
@@ -147,6 +150,7 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
     an answer, as generation_config.json has them.
     Raises CheckpointError for what llama.cpp computes otherwise.
     """
+    # The chain of steps, as tokenizer.json has it
     tokenizer, name = _open_tokenizer(tokenizer)
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None or not hasattr(backend, "to_str"):
@@ -161,7 +165,9 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
     odd = [key for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout") if model.get(key)]
     if odd:
         raise _refusal(name, f"{odd[0]}={model[odd[0]]!r} of its BPE model has no key in GGUF")
+    # "left right" in older files, [left, right] in newer ones
     merges = [tuple(m.split(" ", 1)) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    # Which of llama.cpp's kinds it is: gpt2 works on bytes; llama if scores can stand for the merges; else gemma4
     adds: dict[str, bool] = {}
     scores: dict[str, float] = {}
     steps = _flat(chain["pre_tokenizer"], "pretokenizers")
@@ -178,10 +184,11 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
             raise _refusal(name, "its merges are not in the order of SentencePiece's scores")
         else:
             kind = pre = "gemma4"
-            # its words end at line breaks, and its merges are written with a space between two tokens
+            # its words end at line breaks, and a merge is written as two tokens with a space between
             if odd := [a + b for a, b in merges if " " in a + b or ("\n" in a + b and (a + b).strip("\n"))]:
                 raise _refusal(name, f"{odd[0]!r} is made of parts that its kind of merges keeps apart")
 
+    # The tokens, and what is put around a text
     tokens, types = _tokens(name, chain, config.vocab_size, is_byte_level)
     ids = _special_ids(name, tokenizer, config, stops)
     adds |= _around(name, tokenizer, ids)
@@ -206,13 +213,13 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
 
 
 def _open_tokenizer(tokenizer: Any) -> tuple[Any, str]:
-    """Return (tokenizer of Transformers, its name for errors) of one, or of a folder or a name in the hub's cache."""
+    """Open a tokenizer -> (it, its name for errors), from a folder, a name in the hub's cache, or itself."""
     if hasattr(tokenizer, "save_pretrained"):
         return tokenizer, getattr(tokenizer, "name_or_path", "") or "the tokenizer"
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     folder = local_path(tokenizer, ())
-    # AutoTokenizer makes a new chain by the class that tokenizer_config.json names, which may be another one
+    # AutoTokenizer would build the chain of the class that tokenizer_config.json names, perhaps not the file's
     has_chain = (folder / "tokenizer.json").is_file()
     loader: Any = PreTrainedTokenizerFast if has_chain else AutoTokenizer
     try:
@@ -224,21 +231,22 @@ def _open_tokenizer(tokenizer: Any) -> tuple[Any, str]:
 
 
 def _scores_of(vocab: Mapping[str, int], merges: Sequence[tuple[str, ...]]) -> dict[str, float]:
-    """Compute scores of tokens by which SentencePiece merges as these merges do; {} where none do.
+    """Compute scores of tokens with which SentencePiece merges in the order of a list of merges; {} if there are none.
 
-    SentencePiece joins the neighbours whose token has the best score, whatever the two are. So a token's merges must be
-    all pairs of tokens that make it, and stand together in the list.
+    SentencePiece joins the neighbours whose joined token has the best score, whichever pair makes it: "abc" is as good
+    from "a", "bc" as from "ab", "c". So all pairs of tokens that make a token must be merges, and stand together.
     """
     scores: dict[str, float] = {}
-    pairs: dict[str, int] = {}
+    pairs: dict[str, int] = {}  # {token: number of merges that make it}
     last = ""
     for left, right in merges:
         token = left + right
-        if token != last and token in scores:
+        if token != last and token in scores:  # another token's merges stand between two of this one
             return {}
         last = token
-        scores.setdefault(token, -float(len(scores) + 1))
+        scores.setdefault(token, -float(len(scores) + 1))  # earlier merges have the higher score
         pairs[token] = pairs.get(token, 0) + 1
+    # Every way to split a token in two tokens must be a merge
     for token in vocab:
         splits = sum(token[:i] in vocab and token[i:] in vocab for i in range(1, len(token)))
         if splits != pairs.get(token, 0) and token not in _BYTES:
@@ -253,7 +261,7 @@ def _refusal(name: str, why: str) -> CheckpointError:
 
 
 def _flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]:
-    """Return the steps of a normalizer or pre-tokenizer, sequences taken apart."""
+    """Flatten a normalizer or pre-tokenizer -> its steps; `inner` is the key of a Sequence's steps."""
     if step is None:
         return []
     if step["type"] == "Sequence":
@@ -262,14 +270,16 @@ def _flat(step: Mapping[str, Any] | None, inner: str) -> list[Mapping[str, Any]]
 
 
 def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> str:
-    """Return the name of a pre-tokenizer that cuts bytes as letters into words."""
+    """Find llama.cpp's name of a pre-tokenizer of kind gpt2, by its regular expressions."""
     for step in _flat(chain["normalizer"], "normalizers"):
         if step["type"] != "NFC":  # which llama.cpp leaves out for Qwen too: text comes in NFC
             raise _refusal(name, f"its normalizer has {step['type']}, and llama.cpp's has none")
+    # Write each step as one regular expression
     expressions = []
     for step in steps:
         if step["type"] == "Split" and "Regex" in step["pattern"]:
-            # both give the matches and what lies between; the second, of expressions that leave nothing between
+            # "Isolated" keeps matches and what lies between. Inverted "Removed" drops what lies between, which is
+            # the same for an expression that matches everything, as those do that end in _SPACES
             way = step["behavior"], step["invert"]
             if way == ("Isolated", False) or (
                 way == ("Removed", True) and step["pattern"]["Regex"].endswith(_SPACES)
@@ -292,7 +302,7 @@ def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[
     takes_whole = bool(chain["model"].get("ignore_merges"))
     if found[takes_whole]:
         return found[takes_whole]
-    # Without a chain of this kind the other one does, if each token is what its merges make of its letters
+    # llama.cpp has the other kind only. Both agree if merges build every token from its letters
     if unmade := _tokens_not_made(backend, chain):
         raise _refusal(
             name,
@@ -303,7 +313,7 @@ def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[
 
 
 def _tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
-    """Return the tokens that merges of their letters do not end in: only ignore_merges finds them."""
+    """Return the tokens that merging their letters does not build: only ignore_merges finds them."""
     bare = dict(
         chain, normalizer=None, pre_tokenizer=None, post_processor=None, decoder=None, added_tokens=[]
     )
@@ -315,7 +325,10 @@ def _tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
 
 
 def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str, Any]]) -> bool:
-    """True if a chain of SentencePiece's kind puts a space before a text."""
+    """True if a chain of SentencePiece's kind puts a space before a text; CheckpointError for other chains.
+
+    Spaces become "▁" either in the normalizer (Prepend, Replace) or in the pre-tokenizer (Metaspace).
+    """
     normal = _flat(chain["normalizer"], "normalizers")
     adds = {"type": "Prepend", "prepend": _SPACE} in normal
     replaces = any(
@@ -350,7 +363,7 @@ def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str
 def _tokens(
     name: str, chain: Mapping[str, Any], rows: int, is_byte_level: bool
 ) -> tuple[list[str], list[int]]:
-    """Return (text, gguf.TokenType) for each row of the embeddings: rows without a token are unused."""
+    """Return (texts, gguf.TokenTypes), one for each row of the embeddings; rows without a token are unused."""
     from gguf import TokenType
 
     vocab = chain["model"]["vocab"]
@@ -366,6 +379,7 @@ def _tokens(
     unknown = chain["model"].get("unk_token")
     for token, i in vocab.items():
         tokens[i], types[i] = token, TokenType.NORMAL
+    # After the others: added tokens may be in the vocabulary too, and their type counts
     for i, token in added.items():
         text = token["content"]
         is_control = token["special"] or _FOR_TEMPLATES.fullmatch(text)
@@ -391,12 +405,13 @@ def _tokens(
 
 
 def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -> dict[str, int]:
+    # {kind: token id}, by the tokenizer, or else by the configuration
     ids: dict[str, int] = {}
     for kind in ("bos", "eos", "unk", "sep", "pad", "mask"):
         number = getattr(tokenizer, f"{kind}_token_id", None)
         if number is None and kind in ("bos", "eos", "pad"):
             number = getattr(config, f"{kind}_token_id", None)
-        if isinstance(number, list):  # of a configuration: the first one, and where else an answer ends
+        if isinstance(number, list):  # a configuration's list: the others end an answer, too
             number, stops = number[0], [*stops, *number[1:]]
         if number is not None and 0 <= number < config.vocab_size:
             ids[kind] = int(number)
@@ -404,12 +419,13 @@ def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -
         raise CheckpointError(
             f"{name} has no eos token, and a server would not know where an answer ends: set tokenizer.eos_token"
         )
-    # Where the key is missing, llama.cpp takes the token 11 of GPT-2's kind, and 1 of SentencePiece's
+    # Without the key llama.cpp would take token 11 (gpt2) or 1 (llama), whatever they are here
     ids.setdefault("bos", ids["eos"])
+    # Other ids that end an answer become eot and eom, the two further keys that end one
     further = sorted({*stops} - {ids["eos"]})
     for kind, number in zip(("eot", "eom"), further, strict=False):
         ids[kind] = int(number)
-    if further[2:]:  # llama.cpp finds some by their texts
+    if further[2:]:  # a warning only: llama.cpp finds some by their texts
         warnings.warn(
             f"GGUF has keys for three tokens at which an answer ends: {further[2:]} of generation_config have none",
             stacklevel=2,
@@ -418,7 +434,7 @@ def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -
 
 
 def _around(name: str, tokenizer: Any, ids: Mapping[str, int]) -> dict[str, bool]:
-    """Return {bos, eos: is it put before, or behind, a text}: GGUF has keys for these two."""
+    """Return {"bos": is it put before each text, "eos": is it put behind each}, for add_bos_token and add_eos_token."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
     begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
