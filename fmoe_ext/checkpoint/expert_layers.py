@@ -1,13 +1,16 @@
-"""The weights of a folder: the experts of each layer as byte ranges of its files, and everything beside them.
+"""Describe the weights of a folder: each layer's experts as byte ranges of its files, all other tensors by name.
 
-A weight of experts is w1, gate before up, or w2, down. Projections that are tensors of their own in the files are
-joined where they are read: their bytes follow each other in the buffer. There are four ways to a weight, by what the
-files have, and each ends in Parts whose spans say which bytes go where:
+Streaming reads experts straight into buffers, so it needs places in files rather than tensors. A layer's experts have
+two weights: w1 [E, gate rows before up rows, in] and w2 [E, out, in]. Where the files have gate and up apart, the spans
+of both follow each other in the buffer, which joins them. There are four ways to a weight, by what the files have; each
+ends in Parts whose spans say which bytes go where (expert_files.py):
 
-    as they lie    plain tensors in the order of the module: the bytes are copied
-    packed         matrices that an operator decodes (methods): bytes are copied, or turned, piece by piece
-    decoded        any other packing, or several in one layer: float32, made of the bytes while they are read
-    MXFP4          GPT-OSS's own names: stacks of blocks and scales
+    as they lie    plain tensors in the order of the module: bytes are copied (_part_of)
+    packed         matrices that an operator decodes (methods/): bytes are copied or rearranged (_packed_part)
+    decoded        any other packing, or several in one layer: float32, computed from the bytes (_decoded_part)
+    MXFP4          GPT-OSS's own names: stacks of blocks and scales (mxfp4_layer)
+
+outside_experts() has the other tensors. decode() makes a packed folder look like a plain one.
 """
 
 from __future__ import annotations
@@ -26,28 +29,29 @@ from fmoe_ext.checkpoint.methods import Decoded, Kind, Matrix, PackedTensor, kin
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-# Of each expert its matrices; None for plain ones
+# For each expert its matrices (gate and up, or one); None for a plain one
 Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]
 MXFP4_STACKS = ("experts.gate_up_proj", "experts.down_proj")
-_INTEGERS = (torch.int64, torch.int32, torch.bool)  # of buffers
+_INTEGERS = (torch.int64, torch.int32, torch.bool)  # dtypes of buffers, which are no packed weights
 
 
 class InFiles(NamedTuple):
     """Names the plain tensors that make a weight of a layer's experts."""
 
-    names: tuple[tuple[str, ...], ...]  # of each expert's matrices [out, in], whose rows follow each other
-    is_stack: bool = False  # each is [E, *, *] instead, and the same for every expert
+    names: tuple[tuple[str, ...], ...]  # for each expert its matrices [out, in], whose rows follow each other
+    is_stack: bool = False  # each name is a stack [E, *, *] instead, the same for every expert
     transposed: bool = False  # the module has [in, out] and the files [out, in], or the other way round
-    interleaved: bool = False  # rows of gate and up are in turn in the files alone
+    interleaved: bool = False  # the files have rows gate, up, gate, up, ..., the module gate before up
 
 
 def layer_of(
     base: ModelFolder, kind: Kind | None, path: str, weights: tuple[InFiles, InFiles]
 ) -> tuple[Layer, set[str]]:
-    """(the layer of experts at a path, names of its tensors). weights: up, with gate before it if it has one, and down.
+    """Describe the experts at a path -> (the layer, names of its tensors). weights: of w1 and of w2.
 
     kind: kind_of(base). Raises CheckpointError for tensors that are missing or do not fit.
     """
+    # Choose the way: an operator takes both weights packed, or none
     found = [
         [[_matrix(base, kind, name, weight.is_stack) for name in of_expert] for of_expert in weight.names]
         for weight in weights
@@ -80,6 +84,7 @@ def layer_of(
             )
         return made[0], made[1]
 
+    # Names that belong to the layer: its matrices, what lies beside them, and biases of zeros
     used = set()
     beside = () if kind is None else (*kind.data, kind.scale, *kind.others)
     for name in {name for weight in weights for of_expert in weight.names for name in of_expert}:
@@ -110,15 +115,15 @@ def _matrix(base: ModelFolder, kind: Kind | None, name: str, is_stack: bool) -> 
 
 
 def _joinable(found: Found) -> list[list[Matrix]] | None:
-    """Return the matrices that an operator decodes, if it can take them joined.
+    """Return the matrices if an operator can take each expert's joined, as one matrix.
 
-    None for others, for formats that differ, and where zero points of several matrices would share a word.
+    None for other packings, for formats that differ, and where zero points of several matrices would share a word.
     """
     matrices = [[m for m in of_expert if isinstance(m, Matrix) and m.has_rows] for of_expert in found]
     if [len(m) for m in matrices] != [len(m) for m in found]:
         return None
     first = matrices[0][0]
-    # a word has eight zero points of rows: those of another matrix would begin in the middle of one
+    # int4 packs the zero points of eight rows in a word: the next matrix's would begin in the middle of one
     is_split = len(matrices[0]) > 1 and first.shape[0] % 8 and first.zeros_share_words
     is_one = all(m.format == first.format for of_expert in matrices for m in of_expert)
     return matrices if is_one and not is_split else None
@@ -133,6 +138,7 @@ def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
         if not is_matrix or (weight.is_stack and tensor.shape[0] != len(weight.names)):
             expected = "a stack [E, *, *]" if weight.is_stack else "a matrix"
             raise CheckpointError(f"{base.folder}: {name} is {list(tensor.shape)}, expected {expected}")
+    # In the module's order: bytes are copied. Otherwise they are rearranged while they are read
     if not weight.transposed and not weight.interleaved:
         return _part_of(base, (sum(shape[0] for shape in shapes), shapes[0][1]), weight.names)
     if first[0].dtype not in FLOATS:
@@ -150,7 +156,7 @@ def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
 
 
 def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
-    """Make the part [E, *, *] in float32, decoded while it is read."""
+    """Make the part [E, *, *] in float32, which is decoded while it is read."""
     if weight.is_stack:
         raise CheckpointError(
             f"{base.folder}: {weight.names[0][0]} is plain, but other experts of its layer are packed"
@@ -176,11 +182,13 @@ def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
 def _assembled(
     base: ModelFolder, weight: InFiles, matrices: Sequence[Sequence[Decoded]], dtype: torch.dtype
 ) -> Part:
-    """Make the part of weights that are computed from the bytes of all their tensors while they are read."""
+    """Make the part of a weight whose experts are each computed from the bytes of several tensors, while read."""
 
     def turn_of(of_expert: Sequence[Decoded]) -> Callable[..., Any]:
         stored = [base.tensors[name] for matrix in of_expert for name in matrix.names]
         kinds = [(t.dtype, t.shape[1:] if weight.is_stack else t.shape) for t in stored]
+
+        # bytes of the tensors -> bytes of the expert: decode, join, gate before up, transpose
 
         def turn(*raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             tensors = (
@@ -196,7 +204,7 @@ def _assembled(
 
         return turn
 
-    # One span an expert: its first tensor, with all others beside it
+    # One span an expert: its first tensor, and the others beside it, whose bytes turn() gets too
     spans = []
     for e, of_expert in enumerate(matrices):
         sources = []
@@ -210,8 +218,12 @@ def _assembled(
 
 
 def _packed_part(base: ModelFolder, part: str, matrices: Sequence[Sequence[Matrix]]) -> Part:
-    """Make the part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's."""
+    """Make the part [E, rows of all projections, *]; CheckpointError for pieces that are unlike the first expert's.
+
+    part: "data", "scale" or "zero" of frozen.Quantized.
+    """
     first = matrices[0][0].pieces[part]
+    # in the buffer, where the next projection's rows follow
     num_bytes = first.shape[0] * first.shape[1] * first.dtype.itemsize
     spans = []
     for of_expert in matrices:
@@ -234,13 +246,13 @@ def _packed_part(base: ModelFolder, part: str, matrices: Sequence[Sequence[Matri
 
 
 def _part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence[str]]) -> Part:
-    """Make the part [E, *shape] of each expert's tensors, one after the other, or of its slices of stacks [E, *]."""
+    """Make the part [E, *shape] from each expert's tensors, one after the other, or from its slices of stacks."""
     stored = [[base.tensors[name] for name in of_expert] for of_expert in names]
     dtype = stored[0][0].dtype
     is_stacked = len(stored[0][0].shape) == len(shape) + 1
     spans = []
     for e, tensors in enumerate(stored):
-        at = 0
+        at = 0  # in the expert's bytes of the buffer
         of_expert: list[Span] = []
         for name, tensor in zip(names[e], tensors, strict=True):
             if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
@@ -269,16 +281,17 @@ def _place_of(base: ModelFolder, name: str) -> Any:
 
 
 def prefixes(path: str) -> Iterator[str]:
-    """Yield prefixes that tensors of the experts module at a path may have in files."""
+    """Yield the prefixes that files may have for the experts module at a path: the module's own name comes first."""
     stem, _, block = path.removesuffix(".experts").rpartition(".")
     for name in dict.fromkeys((block, *BLOCKS)):
         yield f"{stem}.{name}." if stem else f"{name}."
 
 
 def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
-    """Return the layer of MXFP4 experts: uint8 <name>_blocks [E, out, in / 32, 16] and <name>_scales [E, out, in / 32].
+    """Describe a layer of MXFP4 experts: uint8 <name>_blocks [E, out, in / 32, 16], <name>_scales [E, out, in / 32].
 
-    None if the folder has no such blocks. Raises CheckpointError for scales that are missing or do not fit.
+    A block has 32 values of 4 bits in 16 bytes, and one scale. None if the folder has no such blocks. Raises
+    CheckpointError for scales that are missing or do not fit.
     """
     prefix = next((p for p in prefixes(path) if f"{p}{MXFP4_STACKS[0]}_blocks" in base.tensors), None)
     if prefix is None:
@@ -315,12 +328,12 @@ def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
 def outside_experts(
     base: ModelFolder, kind: Kind | None, used: Container[str], dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return {name: tensor} of what is left of a folder beside `used`; packed weights are read decoded to dtype.
+    """Return {name: tensor} of a folder without those `used`; packed weights are decoded to dtype when they are read.
 
-    kind: kind_of(base). Those of methods.KINDS whose rows are packed one by one are a PackedTensor. Raises
-    CheckpointError for formats that are not decoded.
+    kind: kind_of(base). A weight whose rows are packed one by one is a PackedTensor, which an operator can take as it
+    is. Raises CheckpointError for formats that are not decoded.
     """
-    tensors = base.tensors  # of now: decode() gives the base others
+    tensors = base.tensors  # kept for later reads: decode() gives the base other ones
 
     def read(matrix: Matrix | Decoded) -> StoredTensor:
         if isinstance(matrix, Matrix) and matrix.has_rows:
@@ -333,6 +346,7 @@ def outside_experts(
             continue
         stem = None if kind is None else kind.stem_of(name)
         if kind is not None and stem is not None and kind.has(base, stem):
+            # a packed weight, under the name that a plain model has; its scales are left out
             found[kind.plain_name(name)] = read(kind.matrix(base, stem))
         elif kind is not None and kind.is_beside(name):
             continue
@@ -347,10 +361,12 @@ def outside_experts(
 
 
 def decode(base: ModelFolder) -> None:
-    """Replace the packed weights of a base by their values, in bfloat16 and under the names of a plain model.
+    """Replace the packed weights of a folder by their values, in bfloat16 and under the names of a plain model.
 
-    They are decoded when they are read, an expert at a time. base.packed names their format.
+    They are decoded when they are read, an expert at a time. base.packed names their format afterwards, and base.config
+    has no quantization_config.
     """
+    # GPT-OSS's MXFP4, under names of its own; modules have [E, in, out] where files have [E, out, in]
     family = FAMILIES.get(str(base.config.get("model_type", "")))
     turned = family is not None and family.files.interleaved
     for name in [name for name in base.tensors if name.endswith("_blocks")]:
@@ -359,12 +375,14 @@ def decode(base: ModelFolder) -> None:
         if scale is None:
             raise CheckpointError(f"{base.folder} lacks {stem}_scales")
         base.tensors[stem] = _decoded_mxfp4(data, scale, turned)
+        # base.files lists the names by file: blocks and scales become one
         for names in base.files.values():
             if f"{stem}_scales" in names:
                 names.remove(f"{stem}_scales")
             if name in names:
                 names[names.index(name)] = stem
         base.packed = "mxfp4"
+    # All other packings (methods/)
     kind = kind_of(base)
     if kind is not None:
         left = outside_experts(base, kind, (), torch.bfloat16)

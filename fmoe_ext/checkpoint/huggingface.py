@@ -1,13 +1,15 @@
-"""MoE layers in a Hugging Face layout as ours and back, and state dicts of whole models that have them.
+"""Convert MoE layers between our names and shapes and those of Hugging Face's models, in state dicts of whole models.
 
 ours     gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
-         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False; without a gate htoh4 is [E, H, D]
-theirs   families/: one file a family has its names and shapes; "fused" is gate.weight, experts.gate_up_proj [E, 2H, D],
-         experts.down_proj [E, D, H], as modules of Transformers have them
+         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False; ungated experts have htoh4 [E, H, D]
+theirs   a Layout of families/, one file a family; "fused" is what most modules of Transformers have: gate.weight,
+         experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]
 
-A state dict does not say which layout it has, so find_layer() looks for the names of all of them, and the shapes tell
-those apart that share names. Tensors are StoredTensors: nothing is read before the result is, an expert at a time. All
-other tensors of a model pass through under their names.
+A state dict does not say which layout it has, so find_layer() looks for the names of all layouts, and tells those that
+share names apart by their shapes. to_layout() is the way back. Both make StoredTensors: nothing is read before the
+result is, and then an expert at a time. All other tensors of a model pass through under their names.
+
+E experts, D width of the model, H width of an expert. "In turn" are rows gate, up, gate, up, ... (GPT-OSS).
 """
 
 import re
@@ -69,12 +71,12 @@ _OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_expert
 
 
 def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, StoredTensor], set[str]] | None:
-    """({name in our layer: tensor}, names used) of the layer at a prefix, in whatever layout; None if there is none.
+    """Find the layer at a prefix, in whatever layout -> ({name in our layer: tensor}, names used); None if none is.
 
-    gate: its gate's name in the layout. Raises CheckpointError where experts are missing or differ.
+    gate: name of its gate in the layout. Raises CheckpointError if experts are missing or differ.
     """
     layer: dict[str, StoredTensor] = {}
-    used: set[str] = set()  # noted, so that nothing of the layer is left unseen
+    used: set[str] = set()  # the caller refuses, or passes on, what is not in it
 
     def get(name: str) -> StoredTensor | None:
         tensor = tensors.get(prefix + name)
@@ -90,7 +92,7 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
         w1, w2 = get(first), get(second)
         if w1 is None or w2 is None:
             return False
-        # [E, D, 2H] and [E, H, D], stored for x @ W; in [E, 2H, D] and [E, D, H] the last would be D == 2D
+        # Stored for x @ W are [E, D, 2H] and [E, H, D]. For [E, 2H, D] and [E, D, H] this compares D with 2D
         is_turned = len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]
         b1, b2 = get(f"{first}_bias"), get(f"{second}_bias")
         if b1 is not None and b2 is not None:  # GPT-OSS
@@ -129,7 +131,7 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
         layer.update({W1: w1, W2: w2})
         return True
 
-    # Experts without a gate come last: up and down of gated experts have these names too
+    # The experts. Those without a gate come last: up and down of gated experts have these names too
     if not (
         any(stacked(*names) for names in STACKED)
         or any(numbered(leaves) for leaves in PER_EXPERT)
@@ -137,6 +139,7 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
         or numbered(UP_DOWN)
     ):
         return None
+    # The gate, and what some layouts have besides
     take("gate.gate.weight", f"{gate}.weight")
     take("gate.gate.bias", f"{gate}.bias")
     for name in names_of("table"):
@@ -144,6 +147,7 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
     for name in names_of("expert_bias"):
         bias = get(name)
         if bias is not None:
+            # [1, E] in some layouts; their files have no count of choices since the bias moved last
             layer[EXPERT_BIAS] = by_rows(bias, bias.shape[-1:], torch.Tensor.flatten)
             layer[PENDING_LOAD] = zeros(bias.shape[-1:], torch.int64)
     for name in names_of("shared"):
@@ -168,11 +172,12 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
 
 
 def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredTensor]:
-    """Convert a layer of ours, {name in the layer: tensor} -> {name: tensor} of a layout.
+    """Convert a layer of ours, {name in the layer: tensor}, to {name: tensor} of a layout.
 
-    prefix: where the layer is, for errors. CheckpointError for what the layout has no place for.
+    prefix: where the layer is, for errors. Raises CheckpointError for tensors that the layout has no place for.
     """
-    left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}  # what has no place yet
+    # Each step takes its tensors out of `left`; what remains in the end has no place
+    left = {name: tensor for name, tensor in layer.items() if name != PENDING_LOAD}
     w1, w2 = left.pop(W1), left.pop(W2, None)
     if w2 is None or len(w1.shape) != 3 or w1.shape[1] != (2 if layout.gated else 1) * w2.shape[2]:
         kind, rows = ("SwiGLU experts", "2H") if layout.gated else ("experts without a gate", "H")
@@ -200,6 +205,7 @@ def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredT
         if layout.transposed:
             w1, w2 = (by_rows(w, _transposed(w), lambda part: part.transpose(1, 2)) for w in (w1, w2))
         out |= zip(layout.experts, (w1, w2), strict=True)
+    # What some layouts have besides
     if layout.latent and LATENT[0] in left:
         out |= {f"{name}.weight": left.pop(ours) for name, ours in zip(layout.latent, LATENT, strict=True)}
     if layout.gate_scales:
@@ -210,8 +216,10 @@ def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredT
         bias = left.pop(EXPERT_BIAS, None) or zeros((num_experts,), torch.float32)
         shape = (1, *bias.shape) if layout.bias_is_row else bias.shape
         out[layout.expert_bias] = by_rows(bias, shape, lambda b: b.view(shape))
+    # a gate of ours always has the bias: one of zeros chooses as none does
     elif layout.no_bias and EXPERT_BIAS in left and not left[EXPERT_BIAS].read().any():
         del left[EXPERT_BIAS]
+    # Shared experts: [1, 2H, D] -> three matrices, or two where gate and up are one or there is no gate
     if layout.shared and SHARED + "htoh4.weight" in left:
         w1, w2 = left.pop(SHARED + "htoh4.weight"), left.pop(SHARED + "h4toh.weight")
         if len(layout.shared_names) == 3:
@@ -226,7 +234,7 @@ def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredT
             f"{prefix or '(root) '}has no gated shared experts, which every layer of this format has: build it with "
             "shared_expert_hidden=..., shared_expert_gate=True"
         )
-    # What is left may be dropped if it is a bias of zeros, which adds nothing
+    # A bias of zeros adds nothing and may be dropped; anything else that is left is an error
     for name, tensor in left.items():
         if name.startswith(SHARED) or name == SHARED_GATE:
             if not name.endswith(".bias") or tensor.read().any():
@@ -279,11 +287,11 @@ def _transposed(tensor: StoredTensor) -> tuple[int, ...]:
 
 
 def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict[str, Any]:
-    """Convert a state dict in any of the Hugging Face layouts -> the same in ours; values are tensors or StoredTensors.
+    """Convert a state dict in any of the Hugging Face layouts to ours; values are tensors or StoredTensors.
 
-    Of several layers each may have its own layout. A layer called block_sparse_moe becomes mlp, unless names, those of
-    the model's tensors, have it under its own name.
-    Raises CheckpointError where experts are missing or shapes do not fit.
+    Each layer may have its own layout. A layer called block_sparse_moe becomes mlp, unless `names`, the names of the
+    model's tensors, have it under its own name.
+    Raises CheckpointError if experts are missing or shapes do not fit.
 
     Example:
 
@@ -298,7 +306,7 @@ def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict
     used: set[str] = set()
     for key in tensors:
         found = None
-        for gate in GATE_NAMES:  # a layer is where its gate is
+        for gate in GATE_NAMES:  # every layer has a gate: its name ends the layer's prefix
             prefix = key.removesuffix(f"{gate}.weight")
             if prefix != key and (not prefix or prefix.endswith(".")):
                 found = find_layer(tensors, prefix, gate)
@@ -307,6 +315,7 @@ def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict
         if not found:
             out[key] = tensors[key]
             continue
+        # Gate and experts must fit each other, around projections to a narrower width if there are any
         layer, names_used = found
         w1, w2 = layer[W1], layer[W2]
         num_experts, rows, width = w1.shape
@@ -319,6 +328,7 @@ def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict
                 f"{key} {list(shape)}, gate and up {list(w1.shape)} and down {list(w2.shape)} of experts do "
                 "not fit: expected [E, D], [E, 2H, D] and [E, D, H]"
             )
+        # Where our layer is in the model
         if place := PLACES.get(gate):
             prefix = f"{prefix}{place}."
         elif f"{prefix}{W1}" not in names:  # the model may call the layer as its files do
@@ -333,10 +343,10 @@ def to_huggingface(
     layout: str | Layout = "fused",
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Convert a model or a state dict in our layout -> the same in a Hugging Face layout, one of LAYOUTS.
+    """Convert a model or a state dict in our layout to a Hugging Face layout, one of LAYOUTS.
 
-    routing: {layer: what its gate computes}, as Manifest.routing has it; taken from a model. A bare state dict does
-    not say what its gates compute, so that nothing can be checked.
+    routing: {layer: what its gate computes}, as in Manifest.routing; a model brings its own. Without it gates are not
+    checked, because a bare state dict does not say what they compute.
     Raises CheckpointError for what the layout has no place for (biases that are not zero, shared experts), and for
     gates that compute something else than a layer of that format.
 
@@ -359,6 +369,7 @@ def to_huggingface(
     if isinstance(layout, str) and layout not in LAYOUTS:
         raise CheckpointError(f"layout must be one of {', '.join(LAYOUTS)}, but got {layout!r}")
     into = LAYOUTS[layout] if isinstance(layout, str) else layout
+    # Sort the tensors by layer: {prefix: {name in the layer: tensor}}
     matches = (_OURS.fullmatch(key) for key in tensors)
     layers: dict[str, dict[str, StoredTensor]] = {match[1]: {} for match in matches if match}
     out: dict[str, StoredTensor] = {}
@@ -385,7 +396,7 @@ def to_huggingface(
 
 
 def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:
-    """Return ({name: StoredTensor} in our layout, whether it was in one of Hugging Face's) of all files together."""
+    """Read the tensors of all files of a folder -> ({name: StoredTensor} in our layout, were they in another one)."""
     tensors: dict[str, StoredTensor] = {}
     for found in folder.without_replaced({file: read_safetensors(file)[0] for file in folder.paths}).values():
         tensors |= found
@@ -395,10 +406,10 @@ def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[st
 
 
 def is_huggingface(names: Iterable[str]) -> bool:
-    """True if tensors of these names have an MoE layer in a Hugging Face layout."""
+    """True if one of these names is that of an expert's weight in a Hugging Face layout."""
     return any(_EXPERTS.fullmatch(name) for name in names)
 
 
 def _renamed(prefix: str, block: str) -> str:
-    """Rename the prefix of a layer that is called as in one of the layouts."""
+    """Replace the last part of a layer's prefix by `block`, if it is the layer's name in some layout."""
     return _BLOCK.sub(rf"\g<1>{block}.", prefix)

@@ -1,9 +1,12 @@
-"""save() and load(): models and optimizers in any layout to checkpoints and back.
+"""Save and load models and optimizers, from any parallel layout into any other: save(), load(), export_safetensors().
 
-A layout leaves no trace in a checkpoint. ModelState gives every tensor a name that all layouts share, and a rank that
-has some experts of a layer gives its rows as its part of a DTensor [E, *]; torch.distributed.checkpoint then writes
-each part once, and on loading reads for every rank the rows that it has now. So ranks of any number load what any
-other number saved, and nothing is gathered.
+A layout leaves no trace in a checkpoint. ModelState gives every tensor a name that all layouts share. A rank that has
+some experts of a layer gives its rows as its part of a DTensor [E, *]; torch.distributed.checkpoint writes each part
+once, and on loading reads for every rank the rows that it has now:
+
+    saved by 2 ranks   rows 0 1 2 3 | 4 5 6 7        loaded by 4 ranks   rows 0 1 | 2 3 | 4 5 | 6 7
+
+So any number of ranks loads what any other number saved, and nothing is gathered.
 
 All checks come before the first change: what can be wrong with files, model or optimizer raises the same error on
 every rank (errors.together) while the model is as it was.
@@ -40,7 +43,7 @@ from fmoe_ext.checkpoint.safetensors_file import (
     write_safetensors,
 )
 
-_VERSION_OF_FILES = 1  # of what the metadata of a safetensors file says
+_VERSION_OF_FILES = 1  # of our entry in the metadata of a safetensors file
 
 
 @torch.no_grad()
@@ -54,13 +57,13 @@ def save(
     keep: int | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> Path:
-    """Save a model, and an optimizer with its state, as the newest checkpoint of a folder -> the path of it.
+    """Save a model, and an optimizer with its state, as the newest checkpoint of a folder -> its path.
 
     The layout leaves no trace: any number of expert-parallel and data-parallel ranks may load what any other saved.
-    All ranks of the job call it, between steps, on one file system; without process group it works the same. What
-    several ranks have is taken from the lowest of them; a warning names what they have different values of. extra: a
-    dict of plain values (JSON) that load() returns, to each of as many ranks its own. keep: how many checkpoints stay
-    in the folder. A crash at any moment leaves the checkpoints before as they were.
+    All ranks of the job call it, between steps, on one file system; without process group it works the same. A tensor
+    that several ranks have is taken from the lowest of them; a warning names those whose values differ. extra: a dict
+    of plain values (JSON); load() returns it, to each rank its own if there are as many ranks. keep: how many
+    checkpoints stay in the folder. A crash at any moment leaves the earlier checkpoints as they were.
 
     Raises CheckpointError, with the same text on every rank, if one fails.
     Equivalent, in one process: torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict()}, path).
@@ -73,6 +76,7 @@ def save(
         >>> fmoe_ext.checkpoint.load("out", mlp, optimizer).step
         100
     """
+    # Check the arguments; an error on one rank is raised on all
     record = None
     with together("saving", process_group):
         if keep is not None and (type(keep) is not int or keep < 1):
@@ -89,6 +93,7 @@ def save(
             )
         state = ModelState(model)
         extra = _checked_json(extra or {}, "extra")
+    # {key: tensor, or this rank's part of a DTensor} of the model, then of the optimizer
     tensors = {
         MODEL + name: state.as_part(name, state.in_order(name, value))
         for name, value in state.tensors.items()
@@ -98,7 +103,7 @@ def save(
             of_optimizer, record = optimizer_state.take(optimizer, state)
             tensors.update(of_optimizer)
             record = _checked_json(record, "the options of the optimizer")
-    # Ranks have optimizers over their own experts, with numbers of groups of their own
+    # Each rank's optimizer has its own experts, and perhaps other groups: the manifest has one record of them all
     records = gather(record, process_group)
     without = [rank for rank, other in enumerate(records) if other is None]
     if 0 < len(without) < len(records):
@@ -154,7 +159,7 @@ def load(
             folder = None if store.has_checkpoint(path) else ModelFolder(path)
             if folder is not None and not folder.paths:
                 folder = None
-            if rank == 0 and folder is None:  # nobody removes it meanwhile
+            if rank == 0 and folder is None:  # held open by one rank: no save(keep=) removes it meanwhile
                 path = until_loaded.enter_context(store.held_open(path))
         path = gather(path, process_group)[0]  # one checkpoint for all, also where another job is saving
         with together(f"loading {path}", process_group):
@@ -165,6 +170,7 @@ def load(
             if verify:
                 source.verify(process_group)
             mine = set(state.tensors), optimizer_state.names(optimizer, state)
+        # Names that any rank has: a checkpoint may not have others
         names, names_in_optimizer = (
             set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
         )
@@ -179,7 +185,7 @@ def load(
                 dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
                 loading = optimizer_state.Loading(optimizer, state, record, source.saved, dtypes)
         with together(f"loading {source.path}", process_group):
-            # Nothing was changed so far: what can be wrong with the files or the model has been said by now
+            # Nothing was changed so far: what can be wrong with files or model has raised by now
             for name, value in state.tensors.items():
                 if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
                     state.give_dtype(name, source.tensors[name].dtype)
@@ -198,7 +204,7 @@ def export_safetensors(
     """Write a whole model, of any layout, to one safetensors file; load() reads it into any layout.
 
     All ranks call it; the first writes the file, from parts that the ranks have left beside it, while the others wait.
-    What several ranks have is taken from the lowest of them; a warning names what they have different values of.
+    A tensor that several ranks have is taken from the lowest of them; a warning names those whose values differ.
     Metadata of the file: "fmoe_ext" (version; layers: number of experts, widths; routing: what each gate computes) and
     "sha256".
 
@@ -216,9 +222,9 @@ def export_safetensors(
 
 @dataclass
 class Whole:
-    """A whole model."""
+    """A whole model, as gathered() gives it to the first rank."""
 
-    tensors: dict[str, StoredTensor]  # a part of them perhaps on disk
+    tensors: dict[str, StoredTensor]  # in memory, or in a checkpoint beside the file if ranks had parts
     routing: dict[str, Any]  # {layer: what its gate computes}
 
 
@@ -228,7 +234,7 @@ def gathered(
 ) -> Iterator[Whole | None]:
     """Yield the whole model on the first rank, to be written to path, and None on the others, which wait. Collective.
 
-    Ranks that have a part of it leave their parts beside path. Where the body fails, every rank gets the error.
+    Ranks that have a part of it leave their parts beside path. If the body fails, every rank raises the error.
     """
     is_first = not dist.is_initialized() or dist.get_rank(process_group) == 0
     parts = path.with_name(f".{path.name}.parts")
@@ -238,6 +244,7 @@ def gathered(
             routing = {name: routing_of(layer) for name, layer in state.layers.items()}
             if is_first:
                 until_written.enter_context(made_folder(path.parent))
+                # one job at a time writes to a path; the parts are removed before the lock is released
                 lock = path.with_name(f".{path.name}.lock")
                 until_written.enter_context(locked(lock, f"writing {path}"))
                 until_written.callback(shutil.rmtree, parts, ignore_errors=True)
@@ -248,7 +255,7 @@ def gathered(
             with together(f"writing {path}", process_group):
                 if is_first:
                     whole.tensors = store.model_tensors(saved, Manifest.read(saved))
-        else:
+        else:  # every rank has all: nothing is written but by the first, only the copies are compared
             copies: dict[store.Place, Callable[[], torch.Tensor]]
             copies = {(name, ()): value.detach for name, value in state.tensors.items()}
             store.compare_replicas(copies, process_group)
@@ -257,7 +264,7 @@ def gathered(
 
 
 def model_metadata(tensors: Mapping[str, Any], routing: Mapping[str, Any] | None = None) -> dict[str, str]:
-    """Make the metadata of a safetensors file for {name: tensor}; routing: {layer: what its gate computes}."""
+    """Make our metadata of a safetensors file, for tensors {name: tensor}; routing: {layer: what its gate computes}."""
     layers = describe_layers({name: tensor.shape for name, tensor in tensors.items()})
     return {
         OURS: json.dumps({"version": _VERSION_OF_FILES, "layers": layers, "routing": dict(routing or {})})
@@ -274,7 +281,7 @@ def noted_routing(file: Path) -> dict[str, Any]:
 
 
 class _Folder:
-    """A checkpoint folder as a source of load()."""
+    """A checkpoint of save() as a source of load(); _Files is the other kind. `tensors` are the model's, by name."""
 
     def __init__(self, path: Path):
         self.path = store.find(path)
@@ -295,14 +302,15 @@ class _Folder:
 
 
 class _Files:
-    """Safetensors files of a whole model as a source."""
+    """Safetensors files of a whole model as a source of load(), in our layout or in one of Hugging Face's."""
 
     def __init__(self, folder: ModelFolder, state: ModelState):
         self.path = folder.folder
         self.files = folder.paths
         self.tensors, _ = read_model(folder, state.tensors)
+        # Hugging Face's files have tied tensors once: the other names get the same tensor
         there = {id(value): name for name, value in state.tensors.items() if name in self.tensors}
-        for name, value in state.tensors.items():  # Hugging Face's files have tied tensors once
+        for name, value in state.tensors.items():
             if name not in self.tensors and id(value) in there:
                 self.tensors[name] = self.tensors[there[id(value)]]
         self._config = folder.config
@@ -328,9 +336,12 @@ class _Files:
 
 
 def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTensor], cast: bool) -> None:
-    """Raise CheckpointError that lists all differences between a model and what is saved."""
+    """Raise CheckpointError that lists all differences between a model and what is saved, if there are any.
+
+    names: those of all ranks together. cast: other dtypes of parameters are none; other dtypes of buffers never are.
+    """
     layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
-    # A different number of experts explains all other differences: it alone is said
+    # A different number of experts explains many other differences: only that is said
     experts = [
         f"layer {name or '(root)'} has {layer.num_experts} experts in the model, "
         f"{layers[name]['num_experts']} in the checkpoint"
@@ -359,7 +370,7 @@ def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTenso
 
 
 def _checked_json(value: Any, what: str) -> Any:
-    """Return what load() will give back; CheckpointError for what JSON does not have."""
+    """Return a value as load() will give it back; CheckpointError for values that JSON does not have."""
 
     def number(value: Any) -> Any:  # learning rates may be tensors
         if isinstance(value, torch.Tensor) and value.numel() == 1:

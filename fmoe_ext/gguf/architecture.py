@@ -1,17 +1,17 @@
-"""An architecture of llama.cpp: a class whose three methods say all that its files and its configurations need.
+"""Describe an architecture of llama.cpp: a class with three methods, which reading, checking and writing files use.
 
     config(fields, shapes, factors)   what a file says      -> values of Transformers' configuration
     fields(config)                    a configuration       -> the metadata that a file of it has
     tensors(config, names)            names in Transformers -> names and values in the file
 
 Most keys are one attribute of the configuration: `keys` has them for both ways, `defaults` what llama.cpp takes for a
-key that is missing. A file is checked by the way back: what fields() returns is compared with what the file has
-(metadata.py), so a key that only config() reads stands in `read`, and one that changes no logit in `harmless`.
-llama.cpp's graph computes more than keys say: `fixed` and refused() name what a configuration has beyond it. Names of
-tensors are those of the package gguf (in_checkpoints() gives it the name that it knows); transforms() has the others,
-and those whose values differ.
+key that is missing. A file is checked by a round trip (metadata.py): its keys become a configuration, and fields() of
+that must give its keys again. So a key that only config() reads stands in `read`, and one that changes no logit in
+`harmless`. llama.cpp's graph computes some things that no key says: `fixed` and refused() name what a configuration may
+not have. The package gguf knows most names of tensors (in_checkpoints() translates to the names that it knows);
+transforms() has the others, and those whose values are arranged otherwise.
 
-To add one: a subclass in a file of architectures/, with what differs; it is found by being there.
+To add one, write a subclass with what differs in a file of architectures/: it is found by being there.
 """
 
 import functools
@@ -56,7 +56,8 @@ OF_EXPERTS = MappingProxyType(
         "expert_weights_scale": "scale",
     }
 )
-# Read where no config.json is beside the file; no logit follows from them alone, or the tensors say them too
+# Needed for a configuration where no config.json is beside the file. They are not compared in the round trip: no logit
+# depends on them alone, or the tensors' shapes say the same
 READ = MappingProxyType(
     {
         "context_length": "max_position_embeddings",
@@ -141,6 +142,7 @@ class Architecture:
         """
         import transformers
 
+        # The later ones win: what llama.cpp takes by default, keys, shapes of tensors
         values = {**self.usual, "tie_word_embeddings": "output.weight" not in shapes}
         for key, attribute in self.attributes.items():
             value = fields.get(key)
@@ -149,11 +151,12 @@ class Architecture:
         values |= self.sizes(shapes)
         # YaRN's factors count from the context that the file says, if it says none of its own
         scaling = self.rope(fields, values["max_position_embeddings"])
-        values["num_hidden_layers"] -= self.num_heads(fields)
+        values["num_hidden_layers"] -= self.num_heads(fields)  # block_count includes them
         kinds = self.layer_types(fields, values["num_hidden_layers"])
         if kinds is not None:
             values["layer_types"] = kinds
         values |= self.heads(values)
+        # Rotary embeddings: Transformers has them in one dict, where the model type's configuration has that
         theta = values.pop("rope_theta", 10000.0)
         if hasattr(transformers.CONFIG_MAPPING[self.model_type], "rope_parameters"):
             values["rope_parameters"] = {"rope_theta": theta, **scaling}
@@ -165,10 +168,11 @@ class Architecture:
         return values
 
     def sizes(self, shapes: Shapes) -> dict[str, int]:
-        """Return the sizes that the tensors have, whatever the keys say of them."""
+        """Return the sizes that the tensors' shapes give, whatever the keys say."""
         facts, gated = self.family.config, self.family.in_modules.gated
 
         def width(role: str) -> int | None:
+            # rows of the first layer's gate (or up) projection: d_hidden
             name = f"ffn_{'gate' if gated else 'up'}{role}.weight"
             for full, shape in shapes.items():
                 if full.startswith("blk.") and full.split(".", 2)[2] == name and len(shape) > 1:
@@ -188,7 +192,7 @@ class Architecture:
         return found
 
     def heads(self, values: Values) -> Values:
-        """Return the heads of keys and their size, of the attributes that the keys have said."""
+        """Return the number of key and value heads and the head size; llama.cpp's defaults follow from the others."""
         count = values["num_attention_heads"]
         return {
             "num_key_value_heads": values.get("num_key_value_heads", count),
@@ -200,7 +204,7 @@ class Architecture:
         return rope_parameters(self.name, fields, context, self.yarn_attention)
 
     def yarn_attention(self, said: Values, factor: float) -> Values:
-        """Take from the keys of rope.scaling what they say of the attention's scale -> YaRN's parameters."""
+        """Take the scale of attention out of the rope.scaling keys -> YaRN's parameters for it."""
         return {"attention_factor": said.pop("attn_factor", 1.0) * yarn_factor(factor)}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str] | None:
@@ -212,6 +216,7 @@ class Architecture:
 
     def num_heads(self, fields: Fields) -> int:
         """Count the blocks at the end of a file that are heads for the tokens after the next."""
+        # a damaged file may have any value here: only a number below that of the blocks counts
         heads, blocks = fields.get(HEADS, 0) if self.has_heads else 0, fields.get("block_count", 0)
         return heads if type(heads) is type(blocks) is int and 0 < heads < blocks else 0
 
@@ -222,7 +227,7 @@ class Architecture:
         config = first_layer(config)
         family = self.family
         facts = {fact: getattr(config, family.config[fact]) for fact in ("num_experts", "top_k")}
-        facts |= family.facts_of(config.to_dict())  # without what is only an alias in Transformers
+        facts |= family.facts_of(config.to_dict())  # to_dict() lacks what is only an alias in Transformers
         found = {
             "vocab_size": config.vocab_size,
             "context_length": config.max_position_embeddings,
@@ -249,7 +254,7 @@ class Architecture:
         return found
 
     def attention(self, config: Any) -> dict[str, Any]:
-        """Return the metadata of heads."""
+        """Return the metadata of attention: number and size of heads, width that rotary embeddings turn."""
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         return {
             "attention.head_count_kv": config.num_key_value_heads,
@@ -259,8 +264,9 @@ class Architecture:
         }
 
     def routing(self, config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the metadata of the router, and of the layers and experts beside the routed ones."""
+        """Return the metadata of the router, of shared experts, and of which layers are dense."""
         family = self.family
+        # a family without a key for their number has one shared expert or none
         has_one = "num_shared" not in family.config and bool(family.in_modules.shared)
         shared = facts.get("num_shared", int(has_one)) or 0
         kinds = getattr(config, "mlp_layer_types", None)
@@ -283,15 +289,15 @@ class Architecture:
         return found
 
     def implied(self, config: Any) -> dict[str, Any]:
-        """Return further metadata of a model, which export leaves out and other programs write."""
+        """Return metadata that other programs write and export leaves out; a file that has them must agree."""
         return {}
 
     def factors(self, config: Any) -> Tensor | None:
-        """Return what divides the frequencies of rotary embeddings, in rope_freqs.weight; None without."""
+        """Return rope_freqs.weight, which divides the frequencies of rotary embeddings; None without."""
         return None
 
     def refused(self, config: Any) -> dict[str, bool]:
-        """Return {attribute: True where llama.cpp's graph computes another model than the configuration}."""
+        """Return {attribute: True if llama.cpp's graph would compute something else than the configuration}."""
         config = first_layer(config)
         facts = self.family.facts_of(config.to_dict())
         mlp_kinds = getattr(config, "mlp_layer_types", None) or ()
@@ -303,6 +309,7 @@ class Architecture:
         else:
             is_used = window and getattr(config, "use_sliding_window", True)
             is_window_lost = bool(is_used and {*kinds} != {"full_attention"})
+        # the graph itself decides which layers have full attention
         period_kinds = self.layer_types({}, config.num_hidden_layers) if self.window_period else kinds
         heads = config.num_attention_heads
         return {
@@ -331,7 +338,7 @@ class Architecture:
         own, known, found = self.transforms(config), known_names(self.name), {}
         for name in names:
             layer = _LAYER.fullmatch(name)
-            # of all layers the package knows the same names
+            # an own transform first, then the package's name; its names are the same in all layers, so ask for layer 0
             transform = own.get(layer[2] if layer else name)
             if transform is None:
                 full = self.in_checkpoints(f"model.layers.0.{layer[2]}" if layer else name)
@@ -347,6 +354,7 @@ class Architecture:
         """{name in Transformers' layer, or outside of layers: what it is in the file} where the package has no name."""
         layout = self.family.in_modules
         block = f"{layout.block}."
+        # [E, 2H, D] of gate and up -> two stacks in the file
         found = of_experts(
             f"{layout.place}." if layout.place else f"{block}experts.", layout.gated, layout.interleaved
         )
@@ -355,6 +363,7 @@ class Architecture:
         if layout.expert_bias:
             bias = "exp_probs_b.bias"
             found[f"{block}{layout.expert_bias}"] = row(bias) if layout.bias_is_row else renamed(bias)
+        # Transformers rotates halves of a head, these graphs neighbours: rows of queries and keys are rearranged
         if self.rotates_pairs:
             counts = {"q": config.num_attention_heads, "k": config.num_key_value_heads}
             for role, count in counts.items():
@@ -368,7 +377,7 @@ class Architecture:
 
 
 class FixedRouter(Architecture):
-    """An architecture whose graph fixes how the router computes, so that no key says it."""
+    """An architecture whose graph fixes how the router computes: no key says it, and refused() checks it instead."""
 
     normalizes = True  # the weights of the chosen experts
     keys = MappingProxyType({"attention.value_length": "head_dim", "rope.dimension_count": "head_dim"})
@@ -399,7 +408,7 @@ def first_layer(config: Any) -> Any:
 
 @functools.cache
 def known_names(architecture: str) -> Any:
-    """Return the package gguf's own map of names, of one layer."""
+    """Return the package gguf's map of an architecture's tensor names, for one layer."""
     import gguf
 
     kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
