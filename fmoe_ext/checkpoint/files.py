@@ -1,10 +1,15 @@
-"""Files that are complete or absent, locks between jobs, and nothing outside the folder that was named.
+"""Write files that are complete or absent, lock them between jobs, and stay inside the folder that was named.
 
-A disk writes data and names in any order, so that a name may stand for an empty file after a power cut. Everything here
-that is complete or absent is made in one order: data, synced; names of files, synced; the rename; the name of the
-folder, synced. Locks are flock()'s: they end with their process, however it ends, and some file systems have none.
-A file that holds a lock may be removed by its owner at the moment when another process opens it, so who gets a lock
-looks whether the name still stands for the file that it has (_is_still).
+Complete or absent. A disk writes data and names in any order, so after a power cut a name may stand for an empty file.
+atomic_file(), path_of_unfinished() and publish() therefore keep one order:
+
+    write the data under another name    fsync the file    rename it    fsync the folder, which holds the name
+
+Locks are flock()'s: the system releases them when the process ends, however it ends, so none is ever left behind. Some
+file systems have none (_try_lock() is None then). A lock's file is removed by its owner, perhaps just after another
+process has opened it: whoever gets a lock checks that the name still stands for the file that it holds (_is_still).
+
+Inside. Names that a downloaded file gives are looked up by inside(), which follows links.
 """
 
 import errno
@@ -26,15 +31,15 @@ from torch.distributed.checkpoint import CheckpointException
 
 from fmoe_ext.checkpoint.errors import CheckpointError, text_of
 
-BLOCK = 2**22
-_MAX_JSON = 2**30  # bytes
+BLOCK = 2**22  # bytes read at a time
+_MAX_JSON = 2**30  # bytes; a larger file is refused before it is read into memory
 _MAX_PICKLE = 2**28  # bytes of an old file of torch.save() in which its pickles are looked for
-_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_NO_SPACE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # disk, quota, ulimit -f
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system without them
 
 
 def check_is_file(path: Path) -> None:
-    """Raise CheckpointError for a pipe, socket or device, of which reading may never end; OSError where nothing is."""
+    """Raise CheckpointError for a pipe, socket or device, from which reading may never end; OSError if none exists."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is no regular file (a folder, pipe, socket or device)")
 
@@ -54,8 +59,9 @@ def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
 def check_torch_file(file: BinaryIO, what: object) -> None:
     """Raise CheckpointError for a file of torch.save() that would need much more memory than it has bytes.
 
-    What a zip has compressed may be a thousand times as large, its entries may share their bytes, and a pickle may ask
-    for any number of zeros by `bytearray(number)`, which torch.load(weights_only=True) allows.
+    Three ways to make a small file huge: compressed entries of the zip may be a thousand times as large, entries may
+    share their bytes, and a pickle may ask for any number of zeros by `bytearray(number)`, which
+    torch.load(weights_only=True) allows.
     """
     num_bytes = file.seek(0, os.SEEK_END)
     file.seek(0)
@@ -72,13 +78,13 @@ def check_torch_file(file: BinaryIO, what: object) -> None:
     else:  # of torch before 1.6: pickles, then the tensors
         file.seek(0)
         pickles = [file.read(_MAX_PICKLE)]
-    if any(b"\nbytearray\n" in program for program in pickles):
+    if any(b"\nbytearray\n" in program for program in pickles):  # the name as an instruction GLOBAL has it
         raise CheckpointError(f"{what} makes a bytearray, which no checkpoint of tensors needs")
     file.seek(0)
 
 
 def sync_file(path: Path) -> None:
-    """Make the bytes of a file durable, or the names in a folder."""
+    """Make the bytes of a file durable, or the names in a folder (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -87,7 +93,7 @@ def sync_file(path: Path) -> None:
 
 
 def publish(unfinished: Path, folder: Path) -> None:
-    """Give a finished folder its name, when a power cut can take nothing of it any more.
+    """Rename a finished folder, once a power cut cannot take anything of it.
 
     Data first, then the names of files, then the rename, then the name of the folder.
     """
@@ -99,6 +105,7 @@ def publish(unfinished: Path, folder: Path) -> None:
 
 def sync_tree(folder: Path) -> None:
     """Make all files of a folder durable, and their names."""
+    # files before the folder that names them, so from the deepest folder up
     for parent, _, names in os.walk(folder, topdown=False):
         for path in (*(Path(parent, name) for name in names), Path(parent)):
             if not path.is_symlink():
@@ -112,9 +119,9 @@ def copy_file(source: Path, target: Path) -> None:
 
 
 def fingerprint(file: Path) -> list[Any]:
-    """Identify a job's input by place, size and content, a large file by its first part and the time.
+    """Identify a job's input by path, size and content; a large file by its first block and its time of change.
 
-    Jobs that go on after an end compare it: to read all of a large model again would take as long as the job.
+    A job that goes on after an interruption compares it. To hash all of a large model would take as long as the job.
     """
     size = file.stat().st_size
     with open(file, "rb") as opened:
@@ -124,7 +131,7 @@ def fingerprint(file: Path) -> list[Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read a small text file; CheckpointError where it is not UTF-8."""
+    """Read a small text file, BLOCK bytes at most; CheckpointError if it is not UTF-8."""
     check_is_file(path)
     try:
         with open(path, "rb") as file:
@@ -136,7 +143,7 @@ def read_text(path: Path) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Read the object in a JSON file; CheckpointError where there is anything else."""
+    """Read the object in a JSON file; CheckpointError for anything else."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_JSON:
@@ -158,12 +165,13 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """Return folder/name; CheckpointError unless that is one component and the file, links followed, in the folder.
+    """Return folder/name; CheckpointError unless name is one component and the file, links followed, in the folder.
 
-    The folders of the Hugging Face hub's cache, whose files are links into `blobs` beside them, pass.
+    Folders of the Hugging Face hub's cache pass: their files are links into `blobs` beside them.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or {"/", "\\"} & set(name):
         raise CheckpointError(f"{folder}: {name!r} is no name of a file in this folder"[:500])
+    # snapshots/<commit>/file -> ../../blobs/<hash>
     path = folder / name
     target, parent = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
     of_hub = folder.parent.name == "snapshots" and target.parent == parent.parent.parent / "blobs"
@@ -174,7 +182,10 @@ def inside(folder: Path, name: Any) -> Path:
 
 @contextmanager
 def explained(path: Path, num_bytes: int) -> Iterator[None]:
-    """Raise CheckpointError that says so where the body fails because the file system has no room for num_bytes."""
+    """Explain a full disk: if the body fails for lack of room, raise CheckpointError with what is needed and what is free.
+
+    num_bytes: what the body is going to write.
+    """
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -189,10 +200,10 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
 
 
 def _means_no_space(error: BaseException | None) -> bool:
-    seen = 0  # causes may go round in a circle
+    seen = 0  # a bound, because causes may refer to each other in a circle
     while error is not None and seen < 20:
         if isinstance(error, OSError) and (error.errno in _NO_SPACE or " requested and " in str(error)):
-            return True  # the text is that of ndarray.tofile, which has no number
+            return True  # ndarray.tofile's error has no errno, only this text
         failures = getattr(error, "failures", {})  # of torch.distributed.checkpoint: one of each rank
         if any(_means_no_space(cause) for cause, _ in failures.values()):
             return True
@@ -202,7 +213,7 @@ def _means_no_space(error: BaseException | None) -> bool:
 
 @contextmanager
 def made_folder(folder: Path) -> Iterator[None]:
-    """Make a folder for the body; where the body fails, those that were made for it are gone again."""
+    """Make a folder, with those above it, for the body; if the body fails, remove the ones that were made."""
     made = []
     for parent in (folder, *folder.parents):
         if parent.exists():
@@ -222,13 +233,14 @@ def made_folder(folder: Path) -> Iterator[None]:
 
 @contextmanager
 def atomic_file(path: Path) -> Iterator[BinaryIO]:
-    """Open a binary file that takes its name, instead of an older one, when the body has ended and it is on disk.
+    """Open a binary file that gets its name, in place of an older one, once the body has ended and it is on disk.
 
-    Any number of processes may write the same name at once: one of their files is there in the end, whole. An OSError
+    Any number of processes may write the same name at once: in the end one of their files is there, whole. An OSError
     of a full disk names the path.
     """
     path = Path(path)
     with made_folder(path.parent):
+        # Remove what killed processes left; then make a file of our own and lock it, so that nobody removes it
         for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
             with suppress(OSError), open(abandoned, "rb") as left:
                 if _try_lock(left.fileno()):  # its writer has ended: a lock ends with its process
@@ -238,7 +250,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
             file = open(unfinished, "xb")  # noqa: SIM115
             if _try_lock(file.fileno()) is not False and _is_still(unfinished, file.fileno()):
                 break
-            file.close()  # another process took it for an abandoned one before it was locked
+            file.close()  # another process removed it as abandoned before it was locked: make another
         try:
             with file:
                 yield file
@@ -255,9 +267,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 
 @contextmanager
 def path_of_unfinished(path: Path) -> Iterator[Path]:
-    """Yield a path for a writer that takes no open file; its file becomes `path` when the body has ended.
+    """Yield a path for a writer that takes no open file; its file is renamed to `path` when the body has ended.
 
-    The caller holds a lock for the place: what killed processes left there is removed.
+    The caller holds a lock for the folder: unfinished files that are there were left by killed processes, and removed.
     """
     for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
         abandoned.unlink()
@@ -278,10 +290,9 @@ def unique() -> str:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold a lock that other processes, also of other machines, see; CheckpointError where one of them holds it.
+    """Hold a lock that processes on all machines see; CheckpointError, with its owner, if another process holds it.
 
-    The system takes the lock back when its process ends, however it ends: no lock is left behind. Yields False on a
-    file system without locks.
+    The system releases the lock when the process ends, however it ends. Yields False on a file system without locks.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -293,7 +304,7 @@ def locked(path: Path, what: str) -> Iterator[bool]:
             if got is None:
                 yield False
                 return
-            if not _is_still(path, handle):  # its last owner has just removed it
+            if not _is_still(path, handle):  # its last owner has just removed it: open the new one
                 continue
             os.ftruncate(handle, 0)
             with suppress(OSError):  # on a full disk the lock is as good without its text
@@ -301,8 +312,9 @@ def locked(path: Path, what: str) -> Iterator[bool]:
             try:
                 yield True
             finally:
+                # removed while it is held: a process that has just opened it sees that it is gone (_is_still)
                 path.unlink(missing_ok=True)
-                fcntl.flock(handle, fcntl.LOCK_UN)  # also for children that have inherited it
+                fcntl.flock(handle, fcntl.LOCK_UN)  # close() would not, if a child has inherited the handle
             return
         finally:
             os.close(handle)
@@ -310,9 +322,9 @@ def locked(path: Path, what: str) -> Iterator[bool]:
 
 @contextmanager
 def read_locked(path: Path) -> Iterator[None]:
-    """Keep other processes from removing what an existing file stands for, while the body runs: see lock_unread().
+    """Hold a shared lock on a file, so that lock_unread() of other processes sees that it is read while the body runs.
 
-    Raises FileNotFoundError where the file was removed before. Does nothing on a file system without locks.
+    Raises FileNotFoundError if the file was removed meanwhile. Does nothing on a file system without locks.
     """
     check_is_file(path)
     with open(path, "rb") as file:
@@ -324,12 +336,13 @@ def read_locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_unread(path: Path) -> Iterator[bool]:
-    """Yield True, and no read_locked() begins while the body runs, if none has the file now; True without locks."""
+    """Yield True if no read_locked() has the file now; none begins while the body runs. True without locks, too."""
     with open(path, "r+b") as file:  # NFS gives an exclusive lock to writers only
         yield _try_lock(file.fileno()) is not False
 
 
 def _is_still(path: Path, handle: int) -> bool:
+    # the name stands for the open file
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:
@@ -337,7 +350,7 @@ def _is_still(path: Path, handle: int) -> bool:
 
 
 def _try_lock(handle: int, kind: int = fcntl.LOCK_EX) -> bool | None:
-    """True if this process has the lock of an open file now; None on a file system without locks."""
+    """Try to lock an open file -> True if this process has the lock now; None on a file system without locks."""
     try:
         fcntl.flock(handle, kind | fcntl.LOCK_NB)
     except BlockingIOError:

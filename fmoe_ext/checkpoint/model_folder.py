@@ -1,11 +1,16 @@
-"""A model's folder as the Hugging Face hub lays it out: found by its name, read once, and nothing outside of it.
+"""Find and read a model's folder, laid out as on the Hugging Face hub, and never a file outside of it.
 
-Such a folder comes from anywhere, so no name in it is believed: the index names shards, config.json may name the index
-or a single file, and each entry may be a link. Every one of them is looked up by files.inside().
+    config.json                      what Transformers builds the model from
+    model.safetensors.index.json     {tensor: file}, where the weights are in several files (shards)
+    model-00001-of-00002.safetensors, ...      or one model.safetensors
 
-local_path() finds the folder, ModelFolder reads config.json and the index when it is made and the headers of the
-shards when its tensors are asked for. check() looks at every entry; it comes before Transformers gets the folder,
-which reads by its own rules: what config.json says is checked before Transformers makes so much of anything.
+local_path() finds the folder by its path or its name on the hub. ModelFolder reads config.json and the index at once,
+and the headers of the shards when its tensors are asked for.
+
+Such a folder comes from anywhere, so nothing in it is believed: the index names files, config.json may name the index
+or a single file, and each entry may be a link. files.inside() looks each of them up. Transformers reads by its own
+rules, so before it gets a folder, check() looks at every entry, and read_config() bounds the number of layers: a
+config.json of a few bytes could make it build any number of modules.
 """
 
 import os
@@ -27,7 +32,7 @@ from fmoe_ext.checkpoint.shards import CONFIG, INDEX, check_is_whole
 T = TypeVar("T")
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-MAX_LAYERS = 1000  # of a configuration without files that could say how many there are
+MAX_LAYERS = 1000  # bound where there are no files whose number of tensors bounds it
 
 _REPOSITORY = re.compile(r"[a-z0-9][\w.-]*/[a-z0-9][\w.-]*", re.ASCII | re.IGNORECASE)
 _FILE = re.compile(r".*\.(safetensors|gguf|json|pth?|bin|np[yz])")
@@ -38,16 +43,16 @@ _SMALL_FILES = ("*.json", "*.jinja", "*.model", "merges.txt", "vocab.txt")
 def local_path(model: str | Path, files: Sequence[str] | None = None, **options: Any) -> Path:
     """Find the path of a model, given as a path or as the name of a repository in the cache of the Hugging Face hub.
 
-    Nothing is downloaded. A Path is a path, as is a text under which something is; the path need not exist. Of names,
-    those with an owner are looked up, as Qwen/Qwen3-30B-A3B: a word alone is a folder that is missing.
-    files: what the folder must have, by default config.json, the weights, and whatever else Transformers reads of it,
-    as far as the cache knows that the repository has it. options: revision and cache_dir of huggingface_hub.
-    Raises CheckpointError, with the command that downloads it, for a name that the cache does not have, or in part.
+    Nothing is downloaded. A Path is taken as it is, and so is a text under which something exists. Other texts are
+    looked up in the cache if they have an owner, as Qwen/Qwen3-30B-A3B; one word alone is a path that does not exist.
+    files: what the folder must have; by default config.json, the weights, and whatever else Transformers reads, as far
+    as the cache knows that the repository has it. options: revision and cache_dir of huggingface_hub.
+    Raises CheckpointError, with the command that downloads it, if the cache lacks the model or has only a part of it.
     """
     path = Path(model)
     if not isinstance(model, str) or not _REPOSITORY.fullmatch(model) or os.path.lexists(path):
         return path
-    # "runs/models" beside "runs/model" is a slip: its reader says that there is no such path
+    # "runs/models" typed for "runs/model" is no name on the hub: return it, and its reader says that it does not exist
     is_slip = path.parent.exists() or _FILE.fullmatch(model) is not None
     command = f"`hf download {model}`"
     if options.get("revision") is not None:
@@ -84,6 +89,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
                 f"the path, or run {command} (nothing is downloaded here)"
             ) from None
         folder, incomplete = Path(error.snapshot_path), error
+    # A download may have been interrupted: look for each file that is needed
     if files is not None:
         wanted = [folder / name for name in files]
     else:  # the configuration and the weights
@@ -95,7 +101,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
             wanted += weights
         elif (gguf := min(folder.glob("*.gguf"), default=None)) is not None:
             raise CheckpointError(f"{folder} has GGUF files: give one of them, as {gguf}")
-        elif not any(folder.glob("*.bin")):  # of pickles the readers say what there is to say
+        elif not any(folder.glob("*.bin")):  # the reader explains why pickles are not read
             wanted.append(folder / single)
     missing = [file.name for file in wanted if not file.exists()]
     if missing or incomplete:
@@ -109,7 +115,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
 
 
 def usual_dtype(tensors: Iterable[StoredTensor]) -> torch.dtype | None:
-    """Find the float dtype that most bytes of a model have: the one that config.json names; None without floats."""
+    """Return the float dtype that most bytes of a model have, for config.json's dtype; None without floats."""
     counts: Counter[torch.dtype] = Counter()
     for tensor in tensors:
         if tensor.dtype in FLOATS:
@@ -131,6 +137,7 @@ class ModelFolder:
 
         Raises CheckpointError for JSON that is damaged, for names that lead outside, and for weights of two models.
         """
+        # One file, a single file in a folder, or an index
         self.folder = path = Path(folder)
         self.config, self.weight_map, self.paths, self.packed = {}, {}, [], ""
         if path.suffix == ".safetensors":
@@ -152,6 +159,7 @@ class ModelFolder:
             # the first folder stands for all where none has the file: the reader says that it is missing
             named.add(next((file for file in found if file.exists()), found[0]))
         self.paths = sorted(named)
+        # Both a single file and an index: one of the two is left from an earlier model
         if single and (path / single).exists() and single not in self.weight_map.values():
             if any(file.exists() for file in self.paths):
                 raise CheckpointError(
@@ -166,7 +174,7 @@ class ModelFolder:
 
     @cached_property
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return {name: tensor} of all files; CheckpointError without any, and for a name that several of them have."""
+        """Return {name: tensor} of all files; CheckpointError if there are none, or two of them have the same name."""
         tensors: dict[str, StoredTensor] = {}
         for file, found in self._contents.items():
             if found.keys() & tensors.keys():
@@ -185,7 +193,7 @@ class ModelFolder:
     @cached_property
     def quantization(self) -> dict[str, Any]:
         """Return quantization_config of config.json, or what Model Optimizer writes beside it; {} for a plain model."""
-        text = self.config.get("text_config")
+        text = self.config.get("text_config")  # of the language model inside a larger one
         found = self.config.get("quantization_config")
         if not found and isinstance(text, dict):
             found = text.get("quantization_config")
@@ -195,9 +203,9 @@ class ModelFolder:
         return found if isinstance(found, dict) else {}
 
     def without_replaced(self, files: Mapping[Path, Mapping[str, T]]) -> dict[Path, dict[str, T]]:
-        """Return {file: its tensors}, without those that the index has in another of the files.
+        """Drop copies of tensors: return {file: its tensors} without those that the index places in another file.
 
-        Raises CheckpointError where Transformers, which takes a tensor from the last file that has it, reads another.
+        Raises CheckpointError if Transformers, which takes a tensor from the last file that has it, would read another.
         """
         places = self.weight_map
         holders: dict[str, list[str]] = {}
@@ -220,10 +228,10 @@ class ModelFolder:
         }
 
     def check(self) -> None:
-        """Raise CheckpointError unless all that Transformers would read of the folder lies in it, links resolved.
+        """Raise CheckpointError unless everything that Transformers would read lies in the folder, links resolved.
 
-        A folder of the hub's cache passes: its files are links into `blobs` beside it. An adapter of PEFT does not: it
-        names a base model anywhere.
+        A folder of the hub's cache passes: its files are links into `blobs` beside it. A PEFT adapter does not: it
+        names a base model that may be anywhere.
         """
         path = self.folder
         for entry in path.iterdir():
@@ -242,6 +250,7 @@ class ModelFolder:
     def check_plain(self) -> None:
         """Raise CheckpointError if the weights are quantised."""
         quantization = self.config.get("quantization_config")
+        # FP8 weights are floating point, too, but mean nothing without scales
         odd = [
             name for name, t in self.tensors.items() if t.dtype.is_floating_point and t.dtype not in FLOATS
         ]
@@ -253,7 +262,7 @@ class ModelFolder:
             )
 
     def make_config(self) -> Any:
-        """Make the configuration that Transformers makes of config.json, as of plain weights.
+        """Make Transformers' configuration from config.json, without quantization_config.
 
         Raises CheckpointError for what read_config() refuses, and for more layers than the files have tensors.
         """
@@ -264,7 +273,7 @@ class ModelFolder:
 
 
 def read_config_json(path: Path) -> dict[str, Any]:
-    """Read config.json of a folder; {} for anything else, CheckpointError for half of a save."""
+    """Read config.json of a folder; {} if there is none, CheckpointError if a save into the folder was cut short."""
     if (path / CONFIG).exists():
         return read_json(inside(path, CONFIG))
     check_is_whole(path)
@@ -272,7 +281,7 @@ def read_config_json(path: Path) -> dict[str, Any]:
 
 
 def _names_of_weights(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
-    """(index, single file) of a folder's weights: what config.json names, "" for the other, or the usual names."""
+    """Return the names (index, single file) of weights: the usual ones, or the one that config.json names and ""."""
     named = config.get("transformers_weights")
     if named is None:
         return INDEX, "model.safetensors"
@@ -286,7 +295,7 @@ def _names_of_weights(path: Path, config: Mapping[str, Any]) -> tuple[str, str]:
 
 @contextmanager
 def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[None]:
-    """Raise CheckpointError for the errors of Transformers in what a folder holds, which have no common class."""
+    """Raise CheckpointError in place of what Transformers raises for a folder, errors that have no common class."""
     try:
         yield
     except (ImportError, MemoryError, CheckpointError):
@@ -297,10 +306,10 @@ def errors_of_transformers(path: Path, name: str = "config.json") -> Iterator[No
 
 
 def read_config(folder: Path, num_tensors: int | None = None) -> Any:
-    """Read the configuration that Transformers makes of a folder's config.json, or of one JSON file.
+    """Let Transformers make the configuration of a folder's config.json, or of one JSON file.
 
     num_tensors: in the folder's files, if that is known. Raises CheckpointError for anything that Transformers refuses,
-    for code of a hub, and for more layers than there are tensors, before so many of anything are made.
+    for code of a hub, and for more layers than there are tensors.
     """
     import transformers
 
@@ -314,9 +323,9 @@ def read_config(folder: Path, num_tensors: int | None = None) -> Any:
 
 
 def model_class(config: Any) -> Any:
-    """Return the class of Transformers that computes a configuration's tokens: the one that it names, if it is known.
+    """Return Transformers' class that generates text from a configuration: the one that it names, if that is known.
 
-    Folders of models with images name a ...ForConditionalGeneration, where AutoModelForCausalLM has only their language
+    Models that see images name a ...ForConditionalGeneration. AutoModelForCausalLM would build only their language
     model, or nothing. Raises CheckpointError for configurations of other models.
     """
     from transformers.models.auto import modeling_auto as auto
@@ -339,7 +348,7 @@ def model_class(config: Any) -> Any:
 def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
     """Raise CheckpointError for a config.json of a fmoefied model, with code of a hub, or with too many layers.
 
-    These are more than MAX_LAYERS, or more than there are tensors.
+    Too many are more than there are tensors, or than MAX_LAYERS if their number is not known.
     """
     # the entry of huggingface/record.py, which from_pretrained() has taken out
     if said.get("fmoe_ext") is not None:
@@ -352,6 +361,7 @@ def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None 
         most = MAX_LAYERS if num_tensors is None else num_tensors
         for values in (said, *(part for part in said.values() if isinstance(part, dict))):
             for key, count in values.items():
+                # num_hidden_layers, n_layer, num_decoder_layers, ...; also in parts such as text_config
                 is_number = key.startswith("n") and key.endswith(("layers", "layer"))
                 if is_number and isinstance(count, (int, float)) and not 0 <= count <= most:
                     there = f"only {most} tensors" if num_tensors is not None else f"no models of over {most}"

@@ -1,4 +1,4 @@
-"""Checkpoint folders: written beside the older ones, complete or absent, checked when read.
+"""Write and read checkpoint folders: complete or absent whatever is killed, and checked by SHA-256 when read.
 
 folder/latest                  name of the newest complete checkpoint, replaced last
 folder/step-00001000/          appears under this name when everything in it is on disk
@@ -6,13 +6,14 @@ folder/step-00001000/          appears under this name when everything in it is 
     manifest.json              shapes, where each tensor is, layers, options of the optimizer,
                                SHA-256 of every file and of itself
 
-A save may be killed anywhere, and jobs may save and load at once. So a checkpoint is written under a name that nobody
-reads (.step-*.tmp), synced to disk, and renamed when it is whole; `latest` is replaced after that, so that it always
-names a whole one; older ones are removed last, and only those that no job is reading (files.read_locked). A lock that
-ends with its process keeps a second job from saving into the folder: what is unfinished when a job has the lock was
-left by one that has ended.
+A save may be killed anywhere, and jobs may save and load at once. So write_checkpoint() keeps this order:
 
-Folders of version 1 say in .metadata, a pickle of torch's, where the tensors are; torch_metadata.py reads it.
+    lock     one job at a time saves into a folder; unfinished checkpoints that it finds were left by jobs that ended
+    write    under a name that nobody reads (.step-*.tmp), synced to disk
+    rename   to step-*, when it is whole; then replace `latest`, so that it always names a whole one
+    remove   older ones (keep=), only those that no job is reading (files.read_locked), and by a rename first
+
+Checkpoints of version 1 say where the tensors are in .metadata, a pickle of torch's; torch_metadata.py reads it.
 """
 
 import functools
@@ -64,9 +65,10 @@ def write_checkpoint(
     """Write {key: tensor or DTensor} and a manifest as the newest checkpoint of a folder -> its path. Collective.
 
     keep: how many of the newest checkpoints stay, this one included; None for all. One that another job is reading
-    stays until a later save. Raises CheckpointError where another job is saving into the same folder, and where there
-    is no room; what was written is removed then.
+    stays until a later save. Raises CheckpointError if another job is saving into the same folder, or there is no room;
+    what was written is removed then.
     """
+    # The first rank locks the folder and chooses the names, which the others get from it
     folder = Path(folder)
     paths = None
     is_first = _is_first(process_group)
@@ -74,7 +76,7 @@ def write_checkpoint(
         with together(f"preparing {folder}", process_group):
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
-                # False on a file system without locks: then another job's files look like abandoned ones
+                # False on a file system without locks, where another job's files cannot be told from abandoned ones
                 if until_saved.enter_context(locked(folder / ".lock", f"saving into {folder}")):
                     for abandoned in folder.glob(".step-*.tmp"):
                         remove(abandoned)
@@ -96,12 +98,12 @@ def write_checkpoint(
         with together(f"writing {path}", process_group):
             if is_first:
                 os.rename(unfinished, path)
-                # Age decides what keep= removes: later than all others, also where the clock was set back
+                # keep= removes the oldest: make this one the newest, even if the clock was set back
                 times = (other.stat().st_mtime_ns for other in _complete(folder) if other != path)
                 latest = max(times, default=0)
                 if path.stat().st_mtime_ns <= latest:
                     os.utime(path, ns=(latest + 1, latest + 1))
-                sync_file(folder)  # a power cut between the two leaves `latest` at the checkpoint before
+                sync_file(folder)  # before `latest`: after a power cut it must not name what is not there
                 with atomic_file(folder / "latest") as file:
                     file.write(path.name.encode())
                 older = [other for other in _complete(folder) if other != path]
@@ -110,7 +112,8 @@ def write_checkpoint(
                         if not is_unread:
                             continue  # held_open() by a job that is loading it: a later save removes it
                         leaving = old.with_name(f".{old.name}.{unique()}.tmp")
-                        os.rename(old, leaving)  # a half removed checkpoint must not look like one
+                        # a half removed checkpoint must not look like a whole one
+                        os.rename(old, leaving)
                     remove(leaving)
     return path
 
@@ -122,6 +125,7 @@ def _write_files(
     manifest: Manifest,
     process_group: dist.ProcessGroup | None,
 ) -> None:
+    # The tensors: torch.distributed.checkpoint decides which rank writes what
     own = (tensor.to_local() if isinstance(tensor, DTensor) else tensor for tensor in tensors.values())
     num_bytes = sum(tensor.numel() * tensor.element_size() for tensor in own)
     writer, planner = Writer(unfinished), SavePlanner()
@@ -134,7 +138,7 @@ def _write_files(
             no_dist=not dist.is_initialized(),
         )
     compare_replicas(planner.chunks(), process_group)
-    # The first rank's view of the folder: each file is hashed once, by one of the ranks
+    # Checksums: the first rank lists the files, and each is hashed by one of the ranks
     names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
         mine = {
@@ -142,6 +146,7 @@ def _write_files(
             for name in share(names, process_group)
         }
     files = gather(mine, process_group)
+    # The manifest
     with together(f"writing {path}", process_group), explained(unfinished, num_bytes):
         if _is_first(process_group):
             manifest.files = {name: entry for part in files for name, entry in part.items()}
@@ -150,7 +155,7 @@ def _write_files(
             of_model_alone = {k.removeprefix(MODEL): s for k, s in shapes.items() if k.startswith(MODEL)}
             manifest.layers = describe_layers(of_model_alone)
             manifest.write(unfinished / "manifest.json")
-            # Older checkpoints may go as soon as this one is there: it has to be one that load() takes.
+            # Older checkpoints may be removed once this one is there: make sure that load() takes it
             Manifest.read(unfinished).saved(unfinished)
 
 
@@ -159,8 +164,9 @@ def compare_replicas(
 ) -> None:
     """Warn of tensors whose copies on several ranks differ; the lowest rank's are saved. Collective.
 
-    chunks: what this rank has. CheckpointError where one name stands for tensors of several shapes.
+    chunks: what this rank has. Raises CheckpointError if one name stands for tensors of several shapes.
     """
+    # Ranks exchange fingerprints, of what several of them have alone
     places = gather(list(chunks), process_group)
     holders = Counter(place for of_rank in places for place in of_rank)
     with together("comparing replicas", process_group):
@@ -169,6 +175,7 @@ def compare_replicas(
     differing: dict[str, str] = {}
     for rank, of_rank in enumerate(found):
         for place, value in of_rank.items():
+            # the lowest rank that has it: its copy is the one that was saved
             first = next(other for other, theirs in enumerate(found) if place in theirs)
             expected = found[first][place]
             if value.what != expected.what:
@@ -206,6 +213,7 @@ def find(path: Path) -> Path:
     path = Path(path)
     if (path / "manifest.json").exists():
         return path
+    # A loop, because a job that saves at this moment may remove what `latest` named a moment ago
     while (path / "latest").exists():
         name = read_text(inside(path, "latest"))
         if not _STEP.fullmatch(name):
@@ -215,7 +223,7 @@ def find(path: Path) -> Path:
         newest = inside(path, name)
         if (newest / "manifest.json").exists():
             return newest
-        if read_text(inside(path, "latest")) == name:  # else a job has just saved, and removed that one
+        if read_text(inside(path, "latest")) == name:  # else a job has just saved: look again
             raise CheckpointError(
                 f"{path / 'latest'} names {name}, which has no manifest.json{_others(path)}"
             )
@@ -226,7 +234,7 @@ def find(path: Path) -> Path:
 
 @contextmanager
 def held_open(path: Path) -> Iterator[Path]:
-    """Yield the checkpoint that a path means, as find() gives it; no save(keep=) removes it while the body runs."""
+    """Yield the checkpoint that a path means, as find() returns it; no save(keep=) removes it while the body runs."""
     with ExitStack() as until_read:
         while True:
             found = find(path)
@@ -261,7 +269,7 @@ def verify(
 
 
 def read_into(path: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Fill tensors and DTensors {key: tensor} from the files of a checkpoint, without any communication."""
+    """Fill tensors and DTensors {key: tensor} from the files of a checkpoint, without communication between ranks."""
     with _quiet():
         try:
             dcp.load(dict(tensors), storage_reader=Reader(path, saved), planner=Planner(), no_dist=True)
@@ -272,11 +280,11 @@ def read_into(path: Path, saved: Mapping[str, SavedTensor], tensors: Mapping[str
 
 
 def stored_tensors(path: Path, saved: Mapping[str, SavedTensor]) -> dict[str, StoredTensor]:
-    """Return {key: StoredTensor} of a checkpoint, read one at a time."""
+    """Return {key: StoredTensor} of a checkpoint, read when they are used; the last one read is kept."""
     last: dict[str, torch.Tensor] = {}
 
     def read(key: str) -> torch.Tensor:
-        if key not in last:  # experts of one tensor are often asked for one after the other
+        if key not in last:  # experts of one tensor are often read one after the other
             value = torch.empty(saved[key].shape, dtype=saved[key].torch_dtype, device="cpu")
             read_into(path, saved, {key: value})
             last.clear()
@@ -309,7 +317,7 @@ def _is_first(process_group: dist.ProcessGroup | None) -> bool:
 
 
 def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Sequence[Item]:
-    """Return the items that are this rank's to work on."""
+    """Return this rank's share of the work: every n-th item for n ranks."""
     if not dist.is_initialized():
         return items
     return items[dist.get_rank(process_group) :: dist.get_world_size(process_group)]
@@ -317,7 +325,7 @@ def share(items: Sequence[Item], process_group: dist.ProcessGroup | None) -> Seq
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence torch, which warns of work without process group even where that is what was asked for."""
+    """Silence torch's warning about work without process group, which is what no_dist=True asks for."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         yield
