@@ -182,7 +182,7 @@ def inside(folder: Path, name: Any) -> Path:
 
 @contextmanager
 def explained(path: Path, num_bytes: int) -> Iterator[None]:
-    """Explain a full disk: if the body fails for lack of room, raise CheckpointError with what is needed and what is free.
+    """Explain a full disk: if the body fails for lack of room, raise CheckpointError with what is needed and free.
 
     num_bytes: what the body is going to write.
     """

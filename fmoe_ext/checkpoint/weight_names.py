@@ -1,10 +1,13 @@
-"""Names of a model's parameters in files, by Transformers' own table of its architectures.
+"""Match the names of tensors in files with a model's parameters, by Transformers' own table for its architecture.
 
 The table has renamings and converters. A converter takes the tensors that match its source patterns through operations
-(join the experts, concatenate, transpose, split) to the parameters that its target patterns name; reversed it makes
-files of parameters. Three readings of it:
+(join the experts, concatenate, transpose, split) to the parameters that its target patterns name:
 
-    WeightNames        which tensors of a folder make a parameter, and how: for those who read byte ranges
+    experts.*.w1.weight, experts.*.w3.weight  --MergeModulelist(0), Concatenate(1)-->  experts.gate_up_proj
+
+Reversed it makes the files' tensors from parameters. Three ways to use it:
+
+    WeightNames        which tensors of a folder make a parameter, and how: for readers of byte ranges
     as_written()       a model's tensors as save_pretrained writes them, each read when it is written
     as_in_modules()    tensors of files as the modules have them
 """
@@ -24,14 +27,14 @@ from fmoe_ext.checkpoint.expert_layers import InFiles
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-# The experts of ERNIE 4.5 VL: those of text come before those of images
+# Operation of ERNIE 4.5 VL, whose files have the experts of text before those of images in one list
 _SPLIT_BY_KIND = "ErnieFuseAndSplitTextVisionExperts"
-# Leaves experts as they are if the files have no scales
+# Operation of Inkling 2, which does nothing if the files have no scales
 _DEQUANTIZE = "Inkling2LoopDequantizeExperts"
 
 
 class Converted(NamedTuple):
-    """Names parameters that a converter makes of tensors in the files: joined, split, or in another order."""
+    """Parameters that one converter makes from tensors in the files: joined, split, or in another order."""
 
     parameters: dict[str, tuple[int, ...]]  # {name: shape}
     names: tuple[str, ...]  # of the tensors in the files
@@ -61,12 +64,13 @@ class WeightNames:
         self._found: defaultdict[str, list[tuple[str | None, str]]] = defaultdict(list)  # (pattern, name)
         self.unloaded = []
         arguments = model.base_model_prefix, self._parameters
-        # Numbers by value, as Transformers sorts: expert 10 comes after 9
+        # Sort numbers by value, as Transformers does: expert 10 comes after 9
         in_order = sorted(
             names, key=lambda name: [(0, int(p)) if p.isdigit() else (1, p) for p in name.split(".")]
         )
         for name in in_order:
             parameter, pattern = rename_source_key(name, renamings, converters, *arguments)
+            # it has the module's name already
             if parameter not in self._parameters and name in self._parameters:
                 parameter, pattern = rename_source_key(name, [], [], *arguments)
             becomes = [parameter]
@@ -77,6 +81,7 @@ class WeightNames:
                 self._found[other].append((pattern, name))
             if not self._parameters.keys() & set(becomes):
                 self.unloaded.append(name)
+        # Tied parameters are in the files once
         self.shared = {}
         for tied, parameter in getattr(model, "all_tied_weights_keys", {}).items():
             if parameter in self._found and tied not in self._found:
@@ -89,7 +94,7 @@ class WeightNames:
         }
 
     def converted(self, parameter: str) -> Converted | None:
-        """Return the tensors that a converter makes a parameter of; None if the files have it whole, or not at all."""
+        """Find the tensors from which a converter makes a parameter; None if the files have it whole, or not at all."""
         found = self._found.get(parameter, [])
         pattern = found[0][0] if found else None
         if pattern is None:
@@ -108,8 +113,9 @@ class WeightNames:
         if not found:
             return None
         num_experts, *shape = self._parameters[parameter].shape
-        if found[0][0] is None:
+        if found[0][0] is None:  # one tensor, renamed at most
             return InFiles(((found[0][1],),) * num_experts, is_stack=True)
+        # The names by source pattern (gate, up), and the operations
         converter = self._converters[found[0][0]]
         operations: list[Any] = list(converter.operations)
         names = {
@@ -117,11 +123,12 @@ class WeightNames:
         }
         lists = list(names.values())
         steps = [(type(step).__name__, getattr(step, "dim", None)) for step in operations]
-        if sum(map(bool, lists)) == 1:
+        if sum(map(bool, lists)) == 1:  # the weights, and no scales
             steps = [step for step in steps if step[0] != _DEQUANTIZE]
         if [name for name, _ in steps] == [_SPLIT_BY_KIND]:
             lists = [self._share(parameter, converter, of_pattern) for of_pattern in lists]
             return InFiles(tuple(zip(*lists, strict=True)))
+        # A tensor for each expert, which the first operation stacks, or a stack already
         is_stack = steps[:1] != [("MergeModulelist", 0)]
         if is_stack:
             of_experts = (tuple(name for of_pattern in lists for name in of_pattern),) * num_experts
@@ -130,6 +137,7 @@ class WeightNames:
                 self._check_count(parameter, pattern, of_pattern, num_experts)
             steps = steps[1:]
             of_experts = tuple(zip(*lists, strict=True))
+        # What the rest of the operations does, in the terms of InFiles
         if len(converter.target_patterns) == 1:
             last = operations[-1]
             if steps in ([], [("Concatenate", 1)]):
@@ -137,6 +145,7 @@ class WeightNames:
             if steps == [("Interleave", 1)] and not last.inverse:
                 return InFiles(of_experts, is_stack, interleaved=True)
             if steps == [("Transpose", None)] and {last.dim0, last.dim1} == {1, 2}:
+                # with check_dims Transformers leaves a tensor that has the parameter's shape already
                 stored = self._tensors.get(of_experts[0][0])
                 is_same = stored is not None and list(stored.shape[-2:]) == shape
                 return InFiles(of_experts, is_stack, transposed=not (last.check_dims and is_same))
@@ -146,7 +155,7 @@ class WeightNames:
         )
 
     def _share(self, parameter: str, converter: Any, names: list[str]) -> list[str]:
-        """Select the tensors of the experts of text or of images, whose lists follow each other."""
+        """Select the tensors of one target: of the experts of text or of images, whose lists follow each other."""
         num_experts = len(names) // len(converter.target_patterns)
         if num_experts != self._parameters[parameter].shape[0] or len(names) % num_experts:
             raise CheckpointError(
@@ -157,7 +166,8 @@ class WeightNames:
         return names[index * num_experts : (index + 1) * num_experts]
 
     def _check_count(self, parameter: str, pattern: str, names: list[str], num_experts: int) -> None:
-        """Raise CheckpointError unless there is a tensor for each expert."""
+        """Raise CheckpointError, with the first missing name, unless there is a tensor for each expert."""
+        # The last number in a name is the expert's: {number: name with {} in its place}
         numbers = {}
         for name in names:
             parts = name.split(".")
@@ -176,7 +186,7 @@ class WeightNames:
         )
 
     def nearest(self, parameter: str) -> str:
-        """Word an error about a parameter that the files do not have."""
+        """Word the end of an error about a parameter that the files do not have, by names that are near."""
         stem = parameter.rpartition(".")[0]
         block = stem.rpartition(".")[0]
         found = sorted(name for name in self._tensors if name.startswith((f"{stem}.", f"{block}.")))
@@ -186,7 +196,7 @@ class WeightNames:
 
 
 def up_of(experts: nn.Module) -> str:
-    """Return the name of the weight that is multiplied first."""
+    """Return the name of an experts module's first weight: w1 in our words."""
     return "gate_up_proj" if experts.has_gate else "up_proj"
 
 
@@ -235,7 +245,8 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
         renamed, pattern = rename_source_key(name, renamings, converters)
         plain = rename_source_key(name, renamings, [])[0]
         first = None if pattern is None else type(by_pattern[pattern].operations[0]).__name__
-        # MergeModulelist begins with a tensor for each expert, which from_huggingface() puts together itself
+        # A parameter of the model, or another name. Not a tensor for each expert (MergeModulelist): from_huggingface()
+        # stacks those itself
         is_new = renamed != plain and pattern is not None and first != "MergeModulelist"
         if pattern is not None and (renamed in own or is_new):
             group = groups.setdefault(renamed, _Group(model, renamed, by_pattern[pattern]))
@@ -256,7 +267,7 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
 def _table(
     model: Any, reverse: bool = False, add_legacy: bool = True, mapping: Sequence[Any] | None = None
 ) -> tuple[list[Any], list[Any], dict[str, Any]]:
-    """(renamings, converters, {source pattern: converter}) of a model, from files to modules or the other way."""
+    """Return (renamings, converters, {source pattern: converter}) of a model; reverse: from modules to files."""
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming
 
@@ -272,14 +283,15 @@ def _table(
 
 
 class _Group:
-    """The tensors that one converter turns into others, of modules or of files."""
+    """The tensors that one converter turns into others: the files' into the modules', or back."""
 
     def __init__(self, model: Any, name: str, converter: Any) -> None:
         self.model, self.name, self.converter = model, name, converter
         self.sources: dict[str, tuple[str, StoredTensor]] = {}  # {name: (pattern that it matches, tensor)}
 
     def tensors(self) -> dict[str, StoredTensor]:
-        """Return what the converter makes, read when it is asked for."""
+        """Return what the converter makes, computed when it is read."""
+        # shapes and names, by converting on the meta device
         shapes = self.converted(
             {n: torch.empty(t.shape, dtype=t.dtype, device="meta") for n, (_, t) in self.sources.items()}
         )
@@ -303,7 +315,7 @@ class _Group:
 
     def converted(self, values: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Apply the converter."""
-        converter = copy.deepcopy(self.converter)  # which collects the tensors that it is given
+        converter = copy.deepcopy(self.converter)  # add_tensor() keeps tensors in it
         for name, value in values.items():
             converter.add_tensor(self.name, name, self.sources[name][0], value)
         found = converter.convert(self.name, model=self.model, config=self.model.config)

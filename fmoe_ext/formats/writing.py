@@ -1,4 +1,13 @@
-"""export(): a model with our MoE layers as a folder that plain Transformers loads."""
+"""Write a model with our MoE layers as a folder that plain Transformers loads, or as a GGUF file: export().
+
+    plan_export   Choose the format's family, make its configuration, and build its model on the meta device. Its
+                  tensors must be ours by name and shape: what the format cannot hold shows here, before anything is
+                  written. check_export() stops here.
+    gathered      Bring the experts of all ranks to the first one (checkpoint/saving.py).
+    write_files   Convert and write, one tensor at a time.
+
+A format "holds" model types whose layers, MLPs aside, compute the same: Mixtral holds Llama and Mistral.
+"""
 
 import copy
 import re
@@ -38,9 +47,10 @@ _TOKENIZER_FILES = (
     *("token*", "vocab*", "merges.txt"),
     *("special_tokens_map.json", "added_tokens.json", "chat_template*"),
 )
-# Attributes of an imported model
+# Attributes that import_model() sets on a model
 HAD_ROUTER_LOGITS = "had_router_logits"
 UNLOADED = "unloaded_tensors"  # {name: tensor} of its folder that Transformers does not load
+# Keys that a new configuration does not take from the model's
 _NOT_COPIED = ("architectures", "model_type", "transformers_version", "_name_or_path", "quantization_config")
 
 
@@ -79,6 +89,7 @@ def export(
         'MixtralForCausalLM'
     """
     folder = Path(folder)
+    # Everything that can be refused is refused here
     with together(f"export to {folder}", process_group):
         check_is_free(folder)
         has_files = tokenizer is not None and not hasattr(tokenizer, "save_pretrained")
@@ -88,7 +99,7 @@ def export(
         vocabulary = None
         if format == _GGUF and tokenizer is not None:
             stops = getattr(getattr(plan.state.model, "generation_config", None), "eos_token_id", None)
-            stops = [stops] if isinstance(stops, int) else stops or ()
+            stops = [stops] if isinstance(stops, int) else stops or ()  # ids at which an answer ends
             vocabulary = read_vocabulary(tokenizer, plan.config, stops)
         elif format == _GGUF:
             warnings.warn(
@@ -120,7 +131,7 @@ def export(
 
 @dataclass(frozen=True)
 class Plan:
-    """Describes the files to write; no tensor is read yet."""
+    """An export that was found possible: what to write; no tensor is read yet."""
 
     state: ModelState  # of Transformers' model with our layers
     family: Family  # the format
@@ -134,7 +145,7 @@ class Plan:
         return self.target.config
 
     def parts(self, whole: Whole) -> tuple[dict[str, StoredTensor], dict[str, StoredTensor]]:
-        """Return the tensors of the model that Transformers has, and of the files those that it does not load."""
+        """Split the tensors -> (those of Transformers' model, heads and others that it does not load)."""
         others = {name: StoredTensor.of(value) for name, value in self.unloaded.items()}
         if self.heads is None:
             return whole.tensors, others
@@ -144,14 +155,14 @@ class Plan:
         return own, others
 
     def convert(self, whole: Whole) -> dict[str, StoredTensor]:
-        """Return the tensors of Hugging Face's files."""
+        """Return {name: tensor} as the format's files have them."""
         own, others = self.parts(whole)
         tensors = {name: tensor for name, tensor in own.items() if name not in self.left_out}
         return as_written(self.target, to_huggingface(tensors, self.family.in_modules)) | others
 
 
 def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) -> None:
-    """Write the tensors and the configurations into a folder that is there."""
+    """Write the tensors and the configurations into an existing folder."""
     write_model_files(folder, plan.convert(whole), max_shard_bytes)
     plan.config.save_pretrained(folder)
     generation = getattr(plan.state.model, "generation_config", None)
@@ -160,7 +171,7 @@ def write_files(plan: Plan, whole: Whole, folder: Path, max_shard_bytes: int) ->
 
 
 def heads_in_gguf(heads: Mapping[str, Any], model: Any) -> tuple[dict[str, StoredTensor], int]:
-    """Name heads for the tokens after the next as the layers of a model are in memory -> (tensors, number of heads).
+    """Name heads for the tokens after the next like the model's layers in memory -> (tensors, number of heads).
 
     heads: {name in the files: tensor} of layers behind the last one. model: on the meta device.
     """
@@ -194,11 +205,11 @@ def plan_export(model: nn.Module, format: str) -> Plan:
             "fmoe_ext.checkpoint.export_safetensors writes any model"
         )
     values: dict[str, Any] = ours.config.to_dict()
-    take_record(
-        values, f"{type(ours).__name__}.config"
-    )  # then they are the dense model's, if it was fmoefied
+    # of a fmoefied model: what is left are the values of the dense model that it was
+    take_record(values, f"{type(ours).__name__}.config")
+    # The format's family. GGUF is written by way of the first format that llama.cpp has a graph for
     is_gguf = format == _GGUF
-    if is_gguf:  # as the first of its formats that llama.cpp has a graph for
+    if is_gguf:
         source = values["model_type"]
         format = next((name for name in formats_for(source) if architecture_for(name)), source)
     text = values if format in FAMILIES else None
@@ -210,9 +221,11 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         raise CheckpointError(
             f"format must be one of {', '.join(FAMILIES)}, gguf, or the model's own type, but got {format!r}"
         )
+    # Its configuration for our layers
     family = FAMILIES[format if text is values else text["model_type"]]
     facts, moe = facts_of_layers(state, family)
     config = _make_config(family, text, facts, moe)
+    # Heads and other tensors of the folder: they fit the model's own format alone
     unloaded: dict[str, Tensor] = dict(getattr(ours, UNLOADED, {}))
     trained: TrainedHeads | None = getattr(ours, HEADS, None)
     if trained is not None:
@@ -228,6 +241,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
             f"not load, {worded(lost, ours.config)}: they are left out",
             stacklevel=3,
         )
+    # Put the language model's configuration into that of the larger model
     if text is not values:
         language, config = config, copy.deepcopy(ours.config)
         if hasattr(config, "quantization_config"):  # the tensors are written in floats
@@ -236,6 +250,7 @@ def plan_export(model: nn.Module, format: str) -> Plan:
         for name, value in language.to_dict().items():
             if name not in _NOT_COPIED:
                 setattr(inner_config, name, value)
+    # Compare with the format's model
     shapes = {
         name: StoredTensor(state.global_shape(name), value.dtype, value.detach)
         for name, value in state.tensors.items()
@@ -244,8 +259,9 @@ def plan_export(model: nn.Module, format: str) -> Plan:
     describe(config, ours, usual_dtype(shapes.values()))
     if getattr(ours, HAD_ROUTER_LOGITS, False):  # import_model() has switched them off
         config.get_text_config().output_router_logits = True
-    if is_gguf or not heads_in(placed, config):  # whose writer counts them itself
+    if is_gguf or not heads_in(placed, config):  # GGUF's writer counts heads itself
         without_heads(config)
+    # Of tied tensors the files have one: the name that the model gives first
     tied: frozenset[str] = frozenset()
     if getattr(config, "tie_word_embeddings", False):
         tied = frozenset(name for name in shapes if state.name_of(state.tensors[name]) != name)
@@ -256,9 +272,10 @@ def plan_export(model: nn.Module, format: str) -> Plan:
 
 
 def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], moe_layers: Numbers) -> Any:
-    """Make the configuration of a format for a model; values: the model's own, as its config.json has them.
+    """Make a format's configuration for a model -> Transformers' configuration.
 
-    CheckpointError for models whose other parts the format does not compute.
+    values: the model's own, as its config.json has them. facts, moe_layers: of its MoE layers (facts_of_layers()).
+    Raises CheckpointError for models whose attention, norms or embeddings the format does not compute.
     """
     from transformers import AutoConfig
 
@@ -273,7 +290,7 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
             f"or embeddings are others. For {source} there is {way_out}"
         )
     if "num_shared" in family.config:
-        # these families say how many shared experts of an expert's width there are, not their width in all
+        # these families say how many shared experts of an expert's width there are, not their total width
         number, rest = divmod(facts["shared"], facts["d_hidden"])
         if rest or number < family.fewest_shared:
             raise CheckpointError(
@@ -281,10 +298,12 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
                 f"here shared_expert_hidden is {facts['shared'] or None}"
             )
         facts = facts | {"num_shared": number}
+    # Copy the values that the format knows, too; head_dim: some formats take it and have no default for it
     known = values
-    if source != family.name:  # head_dim: some formats take it and have no default for it
+    if source != family.name:
         known = {**AutoConfig.for_model(family.name).to_dict(), "head_dim": None}
     copied = {k: v for k, v in values.items() if k in known and k not in _NOT_COPIED}
+    # Then say what the MoE layers are
     moe = {key: facts[fact] for fact, key in family.config.items() if fact in facts}
     # Nemotron-H has a list of its layers' kinds instead of their number
     num_layers = values.get("num_hidden_layers") or len(values["layers_block_type"])

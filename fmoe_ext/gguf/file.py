@@ -1,12 +1,16 @@
-"""A GGUF file, read with nothing taken on trust: no count is believed before the file is long enough for it.
+"""Read the header of a GGUF file, and believe nothing in it: no count is used before the file is long enough for it.
 
-    magic, version, number of tensors, number of keys
-    keys:     name, type, value; an array has a type and a number, and no arrays in it
-    tensors:  name, dimensions (the fastest first), type, offset
-    padding to the alignment, then the tensors, each padded to the alignment
+    header     magic "GGUF", version u32, number of tensors u64, number of keys u64
+    keys       name, type u32, value; an array is type u32 of its items, count u64, items, and has no arrays in it
+    tensors    name, number of dimensions u32, each u64 (the fastest first), type u32, offset u64
+    padding    zeros to the alignment
+    data       the tensors in this order, each padded with zeros to the alignment
 
-The offset of a tensor is the sum of the padded sizes before it, as llama.cpp demands too, and the last one ends where
-the file does. So a damaged offset, size or type shows, unless it means the same number of bytes; what pads is zero.
+Texts are length u64 and UTF-8. Offsets count from the begin of the data. A tensor's offset must be the sum of the
+padded sizes before it, as llama.cpp demands, too, and the last tensor must end where the file does. So a damaged
+offset, size or type shows, unless it means the same number of bytes.
+
+open_gguf() also joins the parts of a split model, NAME-00001-of-00003.gguf and so on.
 """
 
 from __future__ import annotations
@@ -28,7 +32,7 @@ from fmoe_ext.checkpoint.files import check_is_file, inside
 
 _MAGIC, _VERSIONS, _ALIGNMENT = b"GGUF", (2, 3), 32
 _MAX_DIMENSIONS = 4  # ggml's
-_MIN_KEY, _MIN_TENSOR = 13, 24  # bytes of the shortest ones in the header
+_MIN_KEY, _MIN_TENSOR = 13, 24  # bytes: names of length 0; a value of one byte, a tensor without dimensions
 _SPLIT = _SPLIT_NO, _SPLIT_COUNT, _SPLIT_TENSORS = "split.no", "split.count", "split.tensors.count"
 _PART = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf", re.DOTALL)  # of a split model
 _SCALARS = MappingProxyType(  # by the names of gguf.GGUFValueType
@@ -78,7 +82,7 @@ class Tensor:
 
 
 def open_gguf(file: str | Path) -> GgufFile:
-    """Open a GGUF file, with its parts; CheckpointError for what is none, truncated, damaged or of other bytes."""
+    """Open a GGUF file, with its parts; CheckpointError for other files, and truncated, damaged or big-endian ones."""
     try:
         import gguf  # noqa: F401
     except ModuleNotFoundError as error:
@@ -89,7 +93,7 @@ def open_gguf(file: str | Path) -> GgufFile:
 
 
 class GgufFile:
-    """A file, read to the end of its header; CheckpointError for what llama.cpp would not load."""
+    """A GGUF file whose header is read and whose data is mapped; CheckpointError for what llama.cpp would not load."""
 
     fields: dict[str, Field]  # {key: value}
     tensors: list[Tensor]
@@ -109,11 +113,12 @@ class GgufFile:
             if self._size < 24:
                 self._refuse(f"it has {self._size} bytes")
             self._data = memoryview(mmap.mmap(opened.fileno(), 0, access=mmap.ACCESS_READ))
+        # The header; self._at is where the next item begins
         self._at = 4
         (version,) = self._take("I")
         if self._data[:4] != _MAGIC:
             self._refuse("it does not begin with GGUF")
-        if version & 0xFFFF == 0:  # versions are small numbers: this one has its bytes turned
+        if version & 0xFFFF == 0:  # versions are small numbers: here the bytes of one are swapped
             raise CheckpointError(
                 f"{file} is for another order of bytes: turn it by `gguf-convert-endian FILE native`"
             )
@@ -156,10 +161,10 @@ class GgufFile:
         return f"{part[1]}.gguf" if part else self.path.name
 
     def take_parts(self) -> None:
-        """Add the tensors of the other parts of a split model, whose metadata are in the first one, and drops split.*.
+        """Add the tensors of a split model's other parts, and drop the keys split.*; this first part has the metadata.
 
         Raises CheckpointError for a part that is missing, or is not the one that its name says, and for tensors that
-        are twice there or not at all.
+        are there twice or not at all.
         """
         count = self._split(_SPLIT_COUNT, 1)
         if count <= 1:
@@ -222,6 +227,7 @@ class GgufFile:
         if types[0].name == "ARRAY":
             kind, count = self._take("IQ")
             types.append(self._known(self._value_types, kind, name))
+        # Skip the value: it is decoded when it is used
         begin, item = self._at, types[-1].name
         if item == "ARRAY":
             self._refuse(f"{name} has arrays in an array")
@@ -241,6 +247,7 @@ class GgufFile:
         from gguf import GGML_QUANT_SIZES
 
         self._check_room(count, _MIN_TENSOR, "tensors")
+        # The descriptions; end and padded: where the tensors so far end in the data, without and with padding
         found: dict[str, tuple[tuple[int, ...], Any, int, int]] = {}
         end = padded = 0
         for _ in range(count):
@@ -253,7 +260,7 @@ class GgufFile:
             if name in found:
                 self._refuse(f"it has {name!r} twice")
             tensor_type = self._known(self._tensor_types, kind, name)
-            block, size = GGML_QUANT_SIZES[tensor_type]
+            block, size = GGML_QUANT_SIZES[tensor_type]  # numbers and bytes of a block, which lies in one row
             if 0 in shape or (shape[0] if shape else 1) % block:
                 self._refuse(
                     f"{name} is {list(shape)}, rows of {tensor_type.name} are of {block} numbers each"
@@ -266,6 +273,7 @@ class GgufFile:
             found[name] = shape, tensor_type, num_bytes, offset
             end = offset + num_bytes
             padded = self._padded(end)
+        # The data: the last tensor may be padded or not
         begin = self._padded(self._at)
         if found and not begin + end <= self._size <= begin + padded:
             self._refuse(f"its tensors end at {begin + end}, but it has {self._size} bytes")
@@ -274,6 +282,7 @@ class GgufFile:
             first, last = begin + offset, begin + offset + num_bytes
             if any(self._data[last : first + self._padded(num_bytes)]):
                 self._refuse(f"what pads {name} {list(shape)} of {kind.name} is not zero")
+            # [..., rows, numbers of a row, or bytes where numpy lacks the type]
             rows = np.frombuffer(self._data[first:last], _DTYPES.get(kind.name, np.uint8))
             data = rows.reshape(*shape[:0:-1], -1) if shape else rows.reshape(())
             tensors.append(Tensor(name, shape, kind, math.prod(shape), num_bytes, first, data, self.path))

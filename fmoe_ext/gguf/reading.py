@@ -1,9 +1,15 @@
-"""A model's tensors in a GGUF file, as Transformers has them: experts as byte ranges, every other tensor by name.
+"""Read a GGUF file's tensors as Transformers has them: experts as byte ranges, every other tensor by name.
 
-llama.cpp stacks the experts of a layer: one tensor a projection, [E, out, in], gate and up apart or as one. Where all
-are of one type that a kernel computes with, a Part has their bytes as they lie, or codes and scales taken apart
-(packings.py); mixtures and other types are decoded to float32 by the package gguf while they are read. Tensors beside
-the experts go through the architecture's TensorTransform, and stay packed where that only moves rows.
+llama.cpp stacks the experts of a layer: one tensor for each projection, [E, out, in], with gate and up apart or joined.
+gguf_layers() describes them as Parts (expert_files.py), in one of three ways:
+
+    floats    all f32, f16 or bf16: bytes as they lie
+    packed    w1 of one type, w2 of one type, and kernels compute with both: bytes as they lie, or codes and scales
+              taken apart (packings.py)
+    decoded   mixtures and other types: float32, by the package gguf, while they are read
+
+outside_experts() has the other tensors. They go through the architecture's TensorTransform, and stay packed where that
+only moves rows.
 """
 
 from __future__ import annotations
@@ -32,12 +38,12 @@ from fmoe_ext.gguf.transforms import TensorTransform
 
 Bytes: TypeAlias = "np.ndarray[Any, Any]"
 _FLOATS = MappingProxyType({"f32": torch.float32, "f16": torch.float16, "bf16": torch.bfloat16})
-# What gguf_layers() reads: stacked weights, and factors of those in NVFP4
+# Tensors that gguf_layers() reads: stacked weights, and their factors in NVFP4
 _OF_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|scale)")
 
 
 def gguf_layers(file: GgufFile) -> dict[int, Layer]:
-    """Return {number of a layer: its experts}.
+    """Return {number of a layer: its experts}, for layers that have some.
 
     Raises CheckpointError for types that the package gguf does not decode, for shapes that do not fit, and for tensors
     of experts that are not known.
@@ -53,7 +59,7 @@ def gguf_layers(file: GgufFile) -> dict[int, Layer]:
 
 
 def _layer(path: Path, number: int, found: Mapping[str, Any], layout: Layout) -> Layer:
-    # Projections of w1, gate and up, or both as one, or up alone, and of w2
+    # The stacks of w1 (gate and up, both as one, or up alone) and of w2 (down)
     begin = f"blk.{number}.ffn_"
     apart = ("gate", "up") if layout.gated else ("up",)
     is_fused = f"{begin}gate_up_exps.weight" in found
@@ -63,14 +69,15 @@ def _layer(path: Path, number: int, found: Mapping[str, Any], layout: Layout) ->
         for name in names:
             if name not in found:
                 raise CheckpointError(f"{path} lacks {name}")
-        # factors of weights that are not packed in NVFP4 belong to such a router, which multiplies by them
+        # Gemma 4's router multiplies experts by factors of the same name: they are the weight's in NVFP4 alone
         weights[weight] = [_Stack(found, name, layout.gate_scales is not None) for name in names]
     if any(stack.shape != stacks[0].shape for stacks in weights.values() for stack in stacks):
         raise CheckpointError(f"{path}: gate and up of layer {number} have other shapes")
     kinds = [{stack.kind for stack in stacks} for stacks in weights.values()]
-    # An operator takes one format a weight; llama.cpp's mixtures may have another one for gate than for up
+    # Choose the way. An operator takes one format a weight; llama.cpp's mixtures may have gate and up in different ones
     is_one = all(len(kind) == 1 for kind in kinds)
-    in_turn = layout.interleaved  # the module has gate and up in turn, and [in, out] where it is not packed
+    # GPT-OSS's module has rows gate, up, gate, up, ..., and [in, out] where it is not packed
+    in_turn = layout.interleaved
     is_float = is_one and not in_turn and all(kind <= _FLOATS.keys() for kind in kinds)
     is_packed = is_one and all(kind <= PIECES.keys() for kind in kinds)
     parts: dict[str, Part] = {}
@@ -107,19 +114,19 @@ def _layer(path: Path, number: int, found: Mapping[str, Any], layout: Layout) ->
 
 
 class _Stack:
-    """One projection of all experts."""
+    """One projection of all experts, a tensor [E, out, in] of the file."""
 
     shape: tuple[int, int, int]  # [E, out, in]
     num_bytes: int  # of an expert
     scale: Any  # the tensor of its factors, of NVFP4; None without
 
     def __init__(self, found: Mapping[str, Any], name: str, has_scales: bool) -> None:
-        """has_scales: factors of other types than NVFP4 are not the weight's."""
+        """has_scales: the router has factors under the name of NVFP4's."""
         tensor = found[name]
         self.path, self.name, self.type = tensor.path, name, tensor.tensor_type
         self.kind = self.type.name.lower()
         self.begin = int(tensor.data_offset)
-        size = [int(n) for n in reversed(tensor.shape)]
+        size = [int(n) for n in reversed(tensor.shape)]  # GGUF has the fastest dimension first
         if len(size) != 3:
             raise CheckpointError(f"{self.path}: {tensor.name} is {size}, expected [E, out, in]")
         self.shape = (size[0], size[1], size[2])
@@ -142,9 +149,9 @@ class _Stack:
         return self.span(expert, 0), Span(self.scale.path, int(self.scale.data_offset) + 4 * expert, 4, 0)
 
     def factor(self, expert: int, at: int) -> Span:
-        """Return the span that makes the factors [out, 2] of NVFP4."""
+        """Return the span that makes NVFP4's factors [out, 2] of an expert, from its one number in the file."""
         rows, is_one = self.shape[1], self.scale is None
-        # without a factor any bytes do: there is no span of none
+        # without a number in the file the factors are ones; a span needs bytes, so it reads any four
         source = self.span(expert, 0)._replace(num_bytes=4) if is_one else self.sources(expert)[1]
 
         def turn(raw: Bytes) -> Bytes:
@@ -174,7 +181,10 @@ def _as_they_lie(stacks: Sequence[_Stack]) -> tuple[tuple[Span, ...], ...]:
 
 
 def _pieces(stacks: Sequence[_Stack], takes_turns: bool) -> dict[str, Part]:
-    """{tensor of Quantized: part} of stacks that stay packed. takes_turns: of their rows, as GPT-OSS has them."""
+    """Return {tensor of Quantized: part} of stacks that stay packed. takes_turns: rows gate, up, gate, up, ...
+
+    A Part's spans say how an expert's bytes in the file become those of data, scale or zero in the buffer.
+    """
     first = stacks[0]
     num_experts, rows, _ = first.shape
     pieces = PIECES[first.kind]
@@ -185,6 +195,7 @@ def _pieces(stacks: Sequence[_Stack], takes_turns: bool) -> dict[str, Part]:
         return (_gates_in_turn(found) if takes_turns else found).contiguous().numpy()
 
     for name, piece in pieces.items():
+        # one row of zeros, to see the shape that a row of this piece has
         example = piece(torch.zeros(1, first.num_bytes // rows, dtype=torch.uint8, device="cpu"))
         spans: list[tuple[Span, ...]] = []
         if len(pieces) == 1 and not takes_turns:
@@ -194,7 +205,7 @@ def _pieces(stacks: Sequence[_Stack], takes_turns: bool) -> dict[str, Part]:
                 own, *beside = (stack.span(e, 0) for stack in stacks)
                 spans.append((own._replace(turn=functools.partial(turn, piece), beside=tuple(beside)),))
         parts[name] = Part((len(stacks) * rows, *example.shape[1:]), torch.uint8, tuple(spans))
-    if first.kind == SCALED:
+    if first.kind == SCALED:  # two float32 a row
         of_experts = tuple(
             tuple(stack.factor(e, i * 8 * rows) for i, stack in enumerate(stacks)) for e in range(num_experts)
         )
@@ -204,6 +215,7 @@ def _pieces(stacks: Sequence[_Stack], takes_turns: bool) -> dict[str, Part]:
 
 def _decoded_part(stacks: Sequence[_Stack], takes_turns: bool, transposed: bool) -> Part:
     """Make the part in float32, decoded while it is read; CheckpointError for types that gguf does not decode."""
+    # Try one block of each type now: the error must not come in the middle of a run
     from gguf import GGML_QUANT_SIZES
     from gguf.quants import dequantize
 
@@ -242,7 +254,7 @@ def _gates_in_turn(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _check_factors(path: Path, scale: Any, kind: str, count: int) -> None:
-    """Raise CheckpointError for factors of a weight that are not computed with, or not `count` in float32."""
+    """Raise CheckpointError unless factors are `count` numbers in float32 of a weight in NVFP4."""
     if kind != SCALED:
         raise CheckpointError(f"{path}: {scale.name} scales a weight in {kind}, which is not computed here")
     if scale.tensor_type.name != "F32" or int(scale.n_elements) != count:
@@ -254,27 +266,30 @@ def _check_factors(path: Path, scale: Any, kind: str, count: int) -> None:
 def outside_experts(
     file: GgufFile, config: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype
 ) -> dict[str, StoredTensor]:
-    """Return {name in Transformers: tensor, a PackedTensor where a kernel decodes its type} of what is no expert.
+    """Return {name in Transformers: tensor} of all but the experts; a PackedTensor if a kernel decodes its type.
 
-    shapes: of the parameters and buffers of the configuration's model. Heads for the tokens after the next are left
-    out. Raises CheckpointError for a tensor of the file that the model lacks or has in another shape, and for one that
-    is there in part.
+    shapes: {name: shape} of the configuration's parameters and buffers. Heads for the tokens after the next are left
+    out. Raises CheckpointError for a tensor of the file that the model lacks or has in another shape, and for a tensor
+    of several parts of which some are missing.
     """
     architecture, path = architecture_of(file, config), file.path
     if architecture.model_type != config.model_type:
         raise CheckpointError(
             f"{path}: general.architecture is {file.architecture}, but config.json has {config.model_type}"
         )
-    wide = torch.promote_types(dtype, torch.float32)  # of parameters that stay wide in a model of 16 bits
+    # for tensors that are not packed: some parameters stay in float32 in a model of 16 bits
+    wide = torch.promote_types(dtype, torch.float32)
     tensors = {tensor.name: tensor for tensor in file.tensors}
     transforms = architecture.tensors(config, shapes)
     taken = {part for transform in transforms.values() for part in transform.parts}
+    # Factors of weights in NVFP4
     scales = {}  # {weight outside of the experts: its factor}
     for name, tensor in tensors.items():
         weight = tensors.get(f"{name.removesuffix('scale')}weight") if name.endswith(".scale") else None
         if weight is not None and name not in taken and not _OF_EXPERTS.fullmatch(name):
             _check_factors(path, tensor, weight.tensor_type.name.lower(), 1)
             scales[weight.name] = tensor
+    # Each parameter of the model, from its parts in the file
     found, used = {}, {FREQUENCIES, *(factor.name for factor in scales.values())}
     for name, transform in transforms.items():
         parts = [tensors[part] for part in transform.parts if part in tensors]
@@ -283,8 +298,8 @@ def outside_experts(
             tensors.get(f"{first.removesuffix('scale')}weight") if first.endswith("_exps.scale") else None
         )
         if weight is not None and weight.tensor_type.name.lower() == SCALED:
-            # Gemma 4's router multiplies experts by factors of this name, which are here those of the weights in
-            # NVFP4: the router's are ones
+            # Gemma 4's router has factors under this name. With weights in NVFP4 the name is taken by theirs, and the
+            # router's are ones
             ones = torch.ones(int(weight.shape[-1]), dtype=wide, device="cpu")
             found[name] = StoredTensor(shapes[name], wide, ones.clone)
         elif parts and not all(part.name.endswith("_exps.weight") for part in parts):
@@ -298,12 +313,13 @@ def outside_experts(
                 raise CheckpointError(
                     f"{path}: {name} is {list(found[name].shape)} in the file, but {list(shapes[name])} by its metadata"
                 )
+    # No tensor of the file may be left over: the model would compute something else
     is_cut = architecture.num_heads(own_fields(architecture, file.values()))
     for name in tensors.keys() - used:
-        # blocks behind the last layer are heads for the tokens after the next
+        # but heads, which are blocks behind the last layer
         number = int(name.split(".")[1]) if re.match(r"blk\.\d+\.", name) else -1
         is_head = is_cut and number >= config.num_hidden_layers
-        # input_scale: of a setting that rounds inputs
+        # and input_scale, for programs that round inputs
         if not is_head and not name.endswith(".input_scale") and not _OF_EXPERTS.fullmatch(name):
             raise CheckpointError(
                 f"{path}: {name} has no name in Transformers' {config.model_type} of this configuration"
@@ -322,7 +338,7 @@ def _stored(
     """Make a tensor of its parts in the file, read when it is used, and packed if a kernel decodes its type."""
     shapes = [tuple(int(n) for n in reversed(part.shape)) for part in parts]
     try:
-        # on the meta device: parts that do not fit are found before values are read
+        # on the meta device: parts that do not fit raise before values are read
         shape = tuple(transform.read(*(torch.empty(s, device="meta") for s in shapes)).shape)
     except (RuntimeError, IndexError, ValueError) as error:
         raise CheckpointError(
