@@ -1,12 +1,15 @@
-"""Tensors in the .distcp files of a checkpoint folder: where their chunks are, and how they are read.
+"""Write and read the chunks of tensors in .distcp files, as the planners, writer and reader of torch's checkpoints.
 
-torch.distributed.checkpoint plans: it asks each rank for its parts of every tensor, and decides which rank writes which
-chunk, and which chunks a rank has to read. The classes below are what it lets others replace:
+torch.distributed.checkpoint (DCP) asks each rank for its parts of every tensor, decides which rank writes which chunk,
+and, on loading, which chunks a rank must read. A chunk is a box of a tensor (offsets, sizes) in a range of a file. DCP
+lets four classes be replaced:
 
-    SavePlanner    which rank writes what several have        Writer    where the chunks were written, kept as JSON
-    Planner        no entry but tensors                       Reader    the chunks, read from a folder
+    saving    SavePlanner   a chunk that several ranks have is written by the lowest of them
+              Writer        keeps where each chunk was written, for manifest.json: no pickle is written
+    loading   Planner       refuses entries that are no tensors, which DCP would unpickle
+              Reader        reads chunks from a folder, by that manifest
 
-What comes from a file is checked here and is never more than a tensor of the shape and dtype that was announced.
+What comes from a file is checked here, and is never more than a tensor of the announced shape and dtype.
 """
 
 import functools
@@ -42,7 +45,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import check_is_file, check_torch_file, inside
 
 _MAX_DIMENSIONS = 64  # torch's own limit
-_BLOCK = 2**20  # numbers of 8 bytes of which a fingerprint is computed at once
+_BLOCK = 2**20  # numbers of 8 bytes that a fingerprint sums at once
 Place: TypeAlias = tuple[str, tuple[int, ...]]  # key of a tensor, offsets of a chunk in it
 
 
@@ -54,7 +57,7 @@ class Chunk:
     sizes: tuple[int, ...]
     file: str  # a name in the checkpoint's folder
     begin: int  # in the file
-    num_bytes: int  # of the file that torch.save wrote there, more than the elements have
+    num_bytes: int  # of what torch.save wrote there, which is more than the elements
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class SavedTensor:
     chunks: tuple[Chunk, ...]  # all of it, each element once
 
     def check(self, key: str) -> None:
-        """Raise CheckpointError unless the types are right and the chunks lie in the tensor and in files."""
+        """Raise CheckpointError unless the types are right, and the chunks fit the tensor and have bytes for it."""
         if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
             raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
         if len(self.shape) > _MAX_DIMENSIONS:
@@ -115,7 +118,7 @@ class SavedTensor:
 
 
 class Writer(FileSystemWriter):
-    """Writes the chunks and, instead of torch's pickle, keeps in `tensors` what was written where."""
+    """Writes the chunks, and keeps in `tensors` what was written where, in place of torch's pickle .metadata."""
 
     tensors: dict[str, SavedTensor]
 
@@ -150,6 +153,7 @@ class Reader(StorageReader):
         return Metadata(entries)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        # A rank may need several boxes of one chunk: read it once
         by_chunk: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
             if item.type != LoadItemType.TENSOR or item.storage_index.offset is None:
@@ -187,10 +191,10 @@ class Reader(StorageReader):
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Saves what several ranks have from the lowest of them, all of it, and says whether their copies are equal.
+    """Saves what several ranks have from the lowest of them, and gives the chunks to compare their copies.
 
-    torch's own takes each tensor from the rank that has the least to write, so that the state of one module, as mean
-    and variance of batch normalisation, came from several ranks.
+    torch's own planner takes each tensor from the rank with the least to write: of one module, as of a batch
+    normalisation, the mean could come from one rank and the variance from another.
     """
 
     def __init__(self) -> None:
@@ -203,7 +207,7 @@ class SavePlanner(DefaultSavePlanner):
         return plan
 
     def chunks(self) -> dict[Place, Callable[[], torch.Tensor]]:
-        """Return {(key, offsets): what gives the chunk} of this rank."""
+        """Return {(key, offsets): function that returns the chunk} of this rank."""
         return {
             place: functools.partial(cast(Callable[[WriteItem], torch.Tensor], self.resolve_data), item)
             for place, item in self.items.items()
@@ -211,7 +215,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class _Fingerprint(NamedTuple):
-    """A number that two tensors of the same bytes share and other tensors, but for chance, do not."""
+    """A digest that tensors of the same bytes share, and others do not, except by chance."""
 
     what: str  # dtype and shape
     value: str
@@ -220,15 +224,17 @@ class _Fingerprint(NamedTuple):
 def fingerprints(
     chunks: Mapping[Place, Callable[[], torch.Tensor]], shared: Set[Place]
 ) -> dict[Place, _Fingerprint]:
-    """Compute fingerprints of the chunks that other ranks have too, each where it is: no copy of it goes to the CPU.
+    """Compute fingerprints of the chunks that other ranks have too, on the chunk's device: none is copied to the CPU.
 
-    The bytes are numbers mod 2^64; of each block their sum, each times an odd number of its own, is hashed.
+    A chunk is cut into blocks of 64-bit numbers x_i. The sums of w_i f(x_i) mod 2^64 over each block, with random odd
+    w_i and f(x) = x ^ (x >> 31), go into a SHA-256. A single different number always changes its sum, because odd w_i
+    are invertible mod 2^64.
     """
-    if not shared:  # one process: the 8 MiB of weights would be its peak of memory
+    if not shared:  # in one process the 8 MiB of weights would be the peak of its memory
         return {}
     seeded = torch.Generator("cpu").manual_seed(0)  # the same on every rank
     weights = torch.randint(2**62, (_BLOCK,), generator=seeded, dtype=torch.int64, device="cpu")
-    weights = weights * 2 + 1  # odd: a difference times such a number is a difference, mod 2^64
+    weights = weights * 2 + 1  # odd
     found = {}
     for place, give in chunks.items():
         if place not in shared:
@@ -239,7 +245,7 @@ def fingerprints(
         for block in tensor.detach().contiguous().view(-1).view(torch.uint8).split(8 * _BLOCK):
             numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
             numbers.view(torch.uint8)[: len(block)] = block
-            numbers ^= numbers >> 31  # or two turned signs, 2^63 each, would cancel
+            numbers ^= numbers >> 31  # else two flipped top bits, 2^63 each whatever the weight, would cancel
             sums.append((numbers * weights[: len(numbers)]).sum())
         of_blocks = torch.stack(sums).tolist() if sums else []
         what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
@@ -282,7 +288,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
 
 
 class _Part(io.RawIOBase):
-    """Bytes of a file as a file of their own, which torch.load() reads."""
+    """A range of a file as a file of its own, which torch.load() can read."""
 
     def __init__(self, file: BinaryIO, begin: int, num_bytes: int):
         self.file, self.begin, self.num_bytes, self.place = file, begin, num_bytes, 0

@@ -1,4 +1,4 @@
-"""Megatron-core: MoE layers under its own names and the same in ours, and its folders (torch_dist).
+"""Convert MoE layers between Megatron-core's names and ours, and read its checkpoint folders (torch_dist).
 
     ours        gate.gate.weight [E, D], experts.htoh4.weight [E, H1, D], experts.h4toh.weight [E, D, H], biases
     Megatron    router.weight [E, D], .bias, .expert_bias, .qb_beta, shared_experts.linear_fc{1,2}.*, .gate_weight,
@@ -8,14 +8,14 @@
     "stacked"   experts.experts.linear_fc{1,2}.{weight,bias} [E, *]: its checkpoints (torch_dist), of both
     "grouped"   experts.weight1 [D, E * H1], weight2 [E * H, D], which it reads as [E, D, H1] and [E, H, D]: GroupedMLP
 
-Gated experts have gate before up in both. Tensors of one rank without tensor parallelism, or of a whole checkpoint.
-A folder of torch.distributed.checkpoint, Megatron's or another program's:
+Gated experts have gate before up in both (H1 = 2H). Tensors are those of one rank without tensor parallelism, or of a
+whole checkpoint. A folder of torch.distributed.checkpoint, Megatron's or another program's:
 
     latest_checkpointed_iteration.txt
     iter_0000010/.metadata, __<rank>_<n>.distcp       tensors, in any layout
     iter_0000010/common.pt                            everything else: not read
 
-Layers that are all alike are one tensor there with the layers in front, under a name without numbers.
+Layers that are all alike may be one tensor there, with the layers as first dimension and no number in its name.
 """
 
 import re
@@ -42,7 +42,7 @@ from fmoe_ext.checkpoint.store import stored_tensors
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 
 TRACKER = "latest_checkpointed_iteration.txt"
-_MAX_LAYERS = 10**5
+_MAX_LAYERS = 10**5  # of one tensor: each becomes an entry in memory, and a damaged file may say any number
 _OF_ALL_LAYERS = re.compile(r"(?P<layers>(?:.*\.)?layers)\.(?P<rest>(?!\d+\.).+)")
 _LAYOUTS = ("modules", "te", "stacked", "grouped")
 _ONE_EXPERT = MappingProxyType({"modules": "experts.local_experts.{e}.{leaf}", "te": "experts.{leaf}{e}"})
@@ -74,9 +74,9 @@ _OURS = re.compile(r"(?P<layer>(?:.*\.)?)experts\.htoh4\.weight")
 
 
 def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict with MoE layers under Megatron-core's names -> the same with ours; others keep their names.
+    """Convert MoE layers under Megatron-core's names in a state dict to ours; other tensors keep their names.
 
-    Values are tensors or StoredTensors; extra states, which are no weights, are left out. Raises CheckpointError where
+    Values are tensors or StoredTensors; extra states, which are no weights, are left out. Raises CheckpointError if
     experts are missing or do not fit the router.
 
     Example:
@@ -101,7 +101,7 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         theirs = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
         taken = {name for name in _AS_THEY_ARE if name in theirs}
         layer = {_AS_THEY_ARE[name]: theirs[name] for name in _AS_THEY_ARE if name in taken}
-        taken.add("router.local_tokens_per_expert")
+        taken.add("router.local_tokens_per_expert")  # a count of training, which is dropped
         num_experts = theirs["router.weight"].shape[0]
         if EXPERT_BIAS in layer:
             layer[PENDING_LOAD] = zeros((num_experts,), torch.int64)
@@ -130,7 +130,10 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 def _experts(
     prefix: str, layer: Mapping[str, StoredTensor], leaf: str, num_experts: int, taken: set[str]
 ) -> StoredTensor | None:
-    """Make one tensor of all experts [E, *], from whichever layout has it; adds the names of its parts to `taken`."""
+    """Make one tensor of all experts [E, *] from whichever layout is there; None if none is.
+
+    Adds the names of its parts to `taken`.
+    """
     stacked = f"experts.experts.{leaf}"
     if stacked in layer:
         taken.add(stacked)
@@ -138,7 +141,7 @@ def _experts(
     for pattern in _ONE_EXPERT.values():
         names = [pattern.format(e=e, leaf=leaf) for e in range(num_experts)]
         missing = [name for name in names if name not in layer]
-        if len(missing) < num_experts:
+        if len(missing) < num_experts:  # this layout: at least one of its names is there
             if missing:
                 raise CheckpointError(f"missing: {', '.join(prefix + name for name in missing)}")
             taken |= set(names)
@@ -159,11 +162,11 @@ def _experts(
 
 
 def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> dict[str, Any]:
-    """Convert a state dict with MoE layers of ours -> the same under Megatron-core's names, in a layout from above.
+    """Convert MoE layers of ours in a state dict to Megatron-core's names, in a layout from above.
 
     A layer that stands in for Megatron's MLP, mlp.moe.*, becomes mlp.*. Extra states are left out.
 
-    Raises CheckpointError for "grouped" with biases, which GroupedMLP has not, and for gates with more than a linear
+    Raises CheckpointError for "grouped" with biases, which GroupedMLP lacks, and for gates with more than a linear
     map and a bias for the selection.
 
     >>> layer = fmoe_ext.FMoETransformerMLP(1, d_model=8, d_hidden=16, top_k=1, activation="swiglu", bias=False)
@@ -210,7 +213,7 @@ def _weights(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _as_experts(prefix: str, tensor: StoredTensor, leaf: str, layout: str) -> dict[str, StoredTensor]:
-    """Take one tensor of all experts [E, *] apart, for a layout."""
+    """Split one tensor of all experts [E, *] into the tensors of a layout."""
     if layout == "stacked":
         return {f"experts.experts.{leaf}": tensor}
     if layout != "grouped":
@@ -229,12 +232,12 @@ def _as_experts(prefix: str, tensor: StoredTensor, leaf: str, layout: str) -> di
 
 
 def _row(tensor: StoredTensor, i: int) -> StoredTensor:
-    """Return entry i of the first dimension, which alone is read."""
+    """Return entry i of the first dimension; only that is read."""
     return StoredTensor(tensor.shape[1:], tensor.dtype, lambda: tensor.rows(i, i + 1)[0])
 
 
 def expert_layers(names: Iterable[str]) -> set[str]:
-    """Find the layers that have experts under Megatron-core's own names."""
+    """Return the names of the layers that have experts under Megatron-core's own names."""
     return {match["layer"] or "" for name in names if (match := MEGATRON_EXPERTS.fullmatch(name))}
 
 
@@ -257,9 +260,9 @@ def is_torch_dist(path: Path) -> bool:
 
 
 def read_torch_dist(path: Path) -> tuple[dict[str, StoredTensor], list[Path], int, list[str]]:
-    """Return (the model's {name: StoredTensor}, files, iteration, keys of what is left out) of such a folder.
+    """Read a folder of torch.distributed.checkpoint -> (the model's {name: StoredTensor}, files, iteration, left out).
 
-    What is no tensor is left out, since reading it would run code of the file, and so is the optimizer's state.
+    Left out are the optimizer's state and what is no tensor, because reading that would run code of the file.
     """
     folder = iteration_folder(path)
     saved, others = read_metadata(inside(folder, ".metadata"))

@@ -1,7 +1,12 @@
-"""Parts of a model on this rank, under names and in shapes that do not depend on the layout.
+"""Name the tensors that a rank has of a model so that the names do not depend on the parallel layout: ModelState.
 
-Experts are numbered over all ranks. Fused experts are rows of one tensor, experts.htoh4.weight [E, H, D], of which a
-rank has some; separate experts have their number in the name, experts.<e>.weight.
+Experts are numbered over all ranks:
+
+    fused experts      rows of one tensor, experts.htoh4.weight [E, H, D], of which this rank has some
+    separate experts   a number in the name: experts.<e>.weight
+
+Wrappers (DDP, torch.compile) leave no trace in names, and experts that were moved between ranks are saved in the order
+of their numbers. saving.py and optimizer_state.py work with these names alone.
 """
 
 import re
@@ -28,11 +33,11 @@ LATENT = ("latent.narrow.weight", "latent.widen.weight")
 GATE_SCALES = ("gate.input_scale", "gate.expert_scale")
 EXPERT_BIAS = "gate.expert_bias"
 TABLE = "gate.expert_of_id"
-# Choices that SigmoidGate has not counted yet: of training, not of the model
+# Choices that SigmoidGate has not counted yet: a buffer of training, which no format of other programs has
 PENDING_LOAD = "gate.pending_load"
 
 _WRAPPERS = (DistributedGroupedDataParallel, DistributedDataParallel, nn.DataParallel)
-# Megatron-core's own names: of each expert, of all [E, *], or of all side by side
+# Megatron-core's own names: of each expert, of all stacked [E, *], or of all side by side (weight1, weight2)
 MEGATRON_EXPERTS = re.compile(
     r"(?:(?P<layer>.*?)\.)?experts\."
     r"(?:local_experts\.(?P<index>\d+)\.|(?P<stacked>experts\.))?"
@@ -42,9 +47,9 @@ EXPERT_NAME = re.compile(r"(?:(?P<layer>.*)\.)?experts\.(?:(?P<index>\d+)\.)?(?P
 
 
 class ModelState:
-    """A model's state under names that no layout changes."""
+    """A model's state on this rank, under names that are the same in every layout."""
 
-    model: nn.Module  # the one inside all wrappers, which leave no trace in names
+    model: nn.Module  # inside all wrappers
     tensors: dict[str, torch.Tensor]  # {name: parameter or buffer of this rank}
     layers: dict[str, FMoE]  # {name: layer}
 
@@ -52,7 +57,7 @@ class ModelState:
         while (inner := _inside(model)) is not None:
             model = getattr(model, inner)
         self.model = model
-        # Wrappers further inside leave their names in those of their modules: long -> short, the innermost first
+        # Wrappers of inner modules put "module." into names: (long, short) pairs, the innermost first
         wrapped = [
             (f"{name}.{_inside(module)}.", f"{name}.")
             for name, module in model.named_modules(remove_duplicate=False)
@@ -79,7 +84,7 @@ class ModelState:
         self._keys: dict[str, str] = {}  # {name: key in state_dict()}
         # {name: layer} of fused experts whose rows this rank has a part of
         self._layer_of_rows: dict[str, FMoE] = {}
-        # by group and device; one more would be a new group
+        # by group and device type: kept, because each new mesh makes a new process group
         self._meshes: dict[tuple[Any, str], DeviceMesh] = {}
         for key, value in model.state_dict(keep_vars=True).items():
             self._add(key, name_of(key), value)
@@ -92,9 +97,9 @@ class ModelState:
         layer = None if own is None else self.layers[own]
         rest = name.removeprefix(f"{own}.") if own else name
         if layer is not None and rest == "expert_placement":
-            return  # saved in the order of the experts, wherever they live
+            return  # says where experts live now; they are saved in the order of their numbers
         if value is None and name.endswith("_extra_state"):
-            return  # get_extra_state() of Megatron-core's linear layers, which have none
+            return  # Megatron-core's linear layers have get_extra_state(), which returns None
         if not isinstance(value, torch.Tensor):
             raise CheckpointError(
                 f"the model's state {name!r} is a {type(value).__name__}, only tensors are saved"
@@ -104,6 +109,7 @@ class ModelState:
                 f"the model's state {name!r} is a {kind}, whose values are not in one tensor: load and save the model "
                 "before it is quantized, put weight.dequantize() in its place, or use torch.save(model.state_dict())"
             )
+        # Experts on several ranks: a number over all ranks in the name, or rows of a whole
         if layer is not None and layer.expert_parallel is not None and rest.startswith("experts."):
             if isinstance(value, DTensor):
                 _check_sharded(name, value, layer.expert_parallel)
@@ -126,14 +132,14 @@ class ModelState:
             self._buffers[name] = key
 
     def check_can_be_filled(self) -> None:
-        """Raise CheckpointError for tensors that are not the model's own memory: filling them changes nothing."""
+        """Raise CheckpointError for tensors that are not the model's own memory: to fill them would change nothing."""
         meta = [name for name, value in self.tensors.items() if value.is_meta]
         if meta:
             raise CheckpointError(
                 f"{meta[0]!r} and {len(meta) - 1} other tensors of the model are on the meta device, which has no "
                 "memory: model.to_empty(device=...) first"
             )
-        # A second one has other copies, since the first ones are still alive, and the same parameters
+        # Ask twice. Parameters are the same memory both times; copies are not, while the first ones are alive
         again = self.model.state_dict(keep_vars=True)
         copies = []
         for name, value in self.tensors.items():
@@ -163,7 +169,7 @@ class ModelState:
         return name in self._buffers
 
     def give_dtype(self, name: str, dtype: torch.dtype) -> None:
-        """Let a buffer have another dtype: gates make theirs float32 again where .bfloat16() had cast them."""
+        """Give a buffer another dtype: gates keep float32 buffers, which model.bfloat16() may have cast."""
         module, _, attribute = self._buffers[name].rpartition(".")
         self.tensors[name] = self.tensors[name].to(dtype)
         setattr(self.model.get_submodule(module), attribute, self.tensors[name])
@@ -173,7 +179,7 @@ class ModelState:
         return tuple(value.shape) if layer is None else (layer.num_experts, *value.shape[1:])
 
     def local_rows(self, name: str) -> tuple[int, int] | None:
-        """Return (first, end): the experts of a layer in order that this rank has; None for what it has whole."""
+        """Return (first, end) of the rows [E, *] that this rank has; None for a tensor that it has whole."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return None
@@ -187,7 +193,7 @@ class ModelState:
         return spread or any(isinstance(value, DTensor) for value in self.tensors.values())
 
     def in_order(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Bring rows like those of parameter `name` into the order of the experts. Collective if they had moved."""
+        """Return rows like those of parameter `name`, in the order of the experts. Collective if experts had moved."""
         layer = self._layer_of_rows.get(name)
         if layer is None or layer.expert_placement is None:
             return tensor
@@ -203,14 +209,14 @@ class ModelState:
         return tensor
 
     def as_part(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Return rows in the order of the experts as this rank's part of a DTensor [E, *]; another tensor as it is."""
+        """Return rows, in the order of experts, as this rank's part of a DTensor [E, *]; other tensors as they are."""
         layer = self._layer_of_rows.get(name)
         if layer is None:
             return tensor.detach()
         assert layer.expert_parallel is not None  # as of every layer in _layer_of_rows
         tensor = tensor.detach()
         parallel = layer.expert_parallel
-        # Ranks with the same experts share out the rows of those: a mesh [ranks of all experts, ranks that share].
+        # fully_shard_experts(): ranks with the same experts share out their rows. A mesh [expert-parallel, sharing]
         if isinstance(tensor, DTensor):
             groups = [find_group(parallel.group), tensor.device_mesh.get_group()]
             table = torch.tensor(parallel.sharing_ranks, device="cpu")
@@ -226,14 +232,14 @@ class ModelState:
         return DTensor.from_local(tensor, self._meshes[key], [Shard(0)], run_check=False)
 
     def put_in_order(self) -> None:
-        """Note that the experts of every layer are now where their numbers say."""
+        """Tell every layer that its experts are now in the order of their numbers, after they were loaded so."""
         for layer in self.layers.values():
             if layer.expert_placement is not None:
                 layer.place_experts(range(layer.num_experts))
 
 
 def _check_sharded(name: str, value: DTensor, parallel: ExpertParallel) -> None:
-    """Raise CheckpointError for experts whose place among all [E, *] is not known."""
+    """Raise CheckpointError for sharded experts whose rows among all [E, *] are not known."""
     if parallel.sharing_ranks is None:
         raise CheckpointError(
             f"expert parameter {name!r} is sharded (DTensor) in addition to ep: only what "
@@ -247,7 +253,7 @@ def _check_sharded(name: str, value: DTensor, parallel: ExpertParallel) -> None:
 
 
 def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, int]]:
-    """Return {layer: {"num_experts", "d_model", "d_hidden"}} of {name: shape}; the widths for two-layer MLPs only."""
+    """Find layers in {name: shape} -> {layer: {"num_experts", "d_model", "d_hidden"}}; widths for fused MLPs only."""
     layers: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
         match = EXPERT_NAME.fullmatch(name)
@@ -259,7 +265,7 @@ def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
                 count = router[0]
             elif number := of_megatron["index"] or of_megatron["number"]:
                 count = int(number) + 1
-            else:  # of experts side by side nothing says how many they are
+            else:  # nothing says how many experts lie side by side
                 count = shape[0] if of_megatron["stacked"] else 0
             layer = layers.setdefault(of_megatron["layer"] or "", {"num_experts": 0})
             layer["num_experts"] = max(layer["num_experts"], count)
@@ -273,14 +279,14 @@ def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
 
 
 def _inside(module: nn.Module) -> str | None:
-    """Return the name under which a wrapper has its module; None for other modules."""
+    """Return the attribute of a wrapper that is its module (DDP, torch.compile); None for other modules."""
     if isinstance(module, _WRAPPERS):
         return "module"
     return "_orig_mod" if hasattr(module, "_orig_mod") else None
 
 
 def packed_kind(tensor: torch.Tensor) -> str | None:
-    """Return the class of a tensor that stands for others (quantized, as torchao's); None for plain ones and shards."""
+    """Return the class of a tensor that stands for several (torchao's quantized ones); None for others and shards."""
     local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     is_packed = type(local) not in (torch.Tensor, nn.Parameter) and hasattr(local, "__tensor_flatten__")
     return type(local).__name__ if is_packed else None

@@ -1,7 +1,13 @@
-"""Facts about a gate beside its weights: kept with a checkpoint, compared with Hugging Face's config.json.
+"""Describe what a layer computes beside its weights, and compare it with checkpoints and with config.json.
 
 Two models with the same tensors give different numbers if one divides the weights of the chosen experts by their sum
-and the other does not; config.json says which for Hugging Face's, and nothing in a state dict does for ours.
+and the other does not. No tensor says which. So routing_of() collects the options of a gate and the activation of its
+experts ("facts"):
+
+    {"gate": "SoftmaxGate", "top_k": 2, "normalize": True, "activation": "swiglu"}
+
+save() keeps them in the manifest and load() compares (check_routing). For Hugging Face's models config.json says them:
+check_config() compares on loading, check_writable() and facts_of_layers() before writing.
 """
 
 from collections.abc import Iterable, Mapping
@@ -34,24 +40,24 @@ from fmoe_ext.layers import FMoE
 from fmoe_ext.ops.activations import KINDS
 from fmoe_ext.transformer import FMoETransformerMLP
 
-# By which a subclass computes something else
+# Methods that a subclass of FMoETransformerMLP overrides to compute something else
 _METHODS = ("forward", "_run", "_choose", "_call_gate", "expert_fn")
 OPTIONS = (
     *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
     *("norm_eps", "biased", "rms_eps"),
 )
-# What the usual gate computes; a family says in its file what it computes otherwise
+# What a gate computes unless its family says something else, in config or fixed
 _USUAL = MappingProxyType(
     {
         **{"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None},
         **{"norm_eps": 0, "biased": "scores"},
     }
 )
-# Keys of config.json for models of no known family
+# {fact: its key in config.json} for models of no known family
 _USUAL_CONFIG = MappingProxyType(
     {"top_k": "num_experts_per_tok", "normalize": "norm_topk_prob", "scale": "routed_scaling_factor"}
 )
-# {our name of an activation: its curve's name in config.json}
+# {our name of an activation: name of its curve in config.json}
 _HIDDEN_ACT = MappingProxyType(
     {
         kind.name: "gelu_pytorch_tanh" if kind.curve == "gelu_tanh" else kind.curve
@@ -72,7 +78,7 @@ def hidden_acts(family: Family) -> Mapping[str, str]:
 
 
 def routing_of(layer: FMoE) -> dict[str, Any]:
-    """Return {"gate": its class, those of OPTIONS that it has, "activation" of the experts} of a layer."""
+    """Return the facts of a layer: "gate" (its class), those of OPTIONS that it has, "activation" of the experts."""
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
     plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float, str))}
@@ -98,7 +104,10 @@ def _activation_of(experts: Any) -> dict[str, Any]:
 
 
 def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], Numbers]:
-    """Return (what all MoE layers are, by the names of Family.config; their numbers in the decoder)."""
+    """Return (facts of all MoE layers, by the names of Family.config; numbers of these layers in the decoder).
+
+    Raises CheckpointError for a model without our layers, and for layers that differ or that the family cannot hold.
+    """
     if not state.layers:
         raise CheckpointError(
             "the model has no FMoETransformerMLP: fmoefy it, or import_model() a Transformers MoE model; a model of "
@@ -117,7 +126,7 @@ def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], 
         theirs = _facts(other)
         for fact in facts.keys() | theirs.keys():
             if fact == "gate" and family.in_modules.table:
-                continue  # a table in some of the layers
+                continue  # some of the layers have a table in place of a router
             if facts.get(fact) != theirs.get(fact):
                 raise CheckpointError(
                     f"{first} has {fact}={facts.get(fact)} and {name} has {fact}={theirs.get(fact)}, but config.json "
@@ -130,7 +139,7 @@ def _facts(layer: Any) -> dict[str, Any]:
     shared = layer.shared_experts
     routing = routing_of(layer)
     if routing.get("num_groups") == 1:
-        routing.pop("group_best", None)
+        routing.pop("group_best", None)  # means nothing without groups
     if routing.get("biased") == _USUAL["biased"]:
         del routing["biased"]  # which a gate with a table lacks
     return {
@@ -144,7 +153,7 @@ def _facts(layer: Any) -> dict[str, Any]:
 
 
 def _check_computes(name: str, layer: FMoE, family: Family) -> None:
-    """Raise CheckpointError where a layer is not what a format's tensors and configuration can say."""
+    """Raise CheckpointError if a layer computes what a format's tensors and configuration cannot say."""
     where = name or "(root)"
     if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
         raise CheckpointError(
@@ -174,13 +183,17 @@ def _check_computes(name: str, layer: FMoE, family: Family) -> None:
 
 
 def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout: str) -> None:
-    """Raise CheckpointError where a layer of Hugging Face's would compute other numbers with the same tensors."""
+    """Raise CheckpointError if a Hugging Face layer would compute other numbers from the same tensors.
+
+    routing: {layer: facts}; a layer that it lacks is not checked.
+    """
     where = prefix.removesuffix(".")
     options = routing.get(where)
     if options is None:
         return
     family = FAMILIES.get(layout)  # None: the usual router, of a layout that several have
-    said = family.config if family else _USUAL_CONFIG.keys() - {"scale"}  # what config.json can say
+    # Expected are the usual values of what config.json cannot say, and those that the family fixes
+    said = family.config if family else _USUAL_CONFIG.keys() - {"scale"}
     expected = {name: value for name, value in _USUAL.items() if name not in said}
     expected |= family.fixed if family else {}
     if options.get("topk_groups") == options.get("num_groups"):
@@ -205,7 +218,7 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
 
 
 def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict[str, Any]:
-    """Return values of config.json for the layers of a checkpoint in a layout."""
+    """Return the values that config.json needs for layers that were converted to a layout."""
     config: dict[str, Any] = {}
     keys = FAMILIES[layout].config if layout in FAMILIES else _USUAL_CONFIG
     for options in routing.values():
@@ -216,7 +229,7 @@ def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict
 
 
 def routing_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return facts about the MoE layers from config.json, as routing_of() gives them; {} for other model types."""
+    """Return the facts that config.json says about the MoE layers, like routing_of(); {} for unknown model types."""
     family, said = _family_and_values(config)
     if family is None:
         return {}
@@ -236,7 +249,8 @@ def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[s
 
 
 def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
-    """Return our name of the experts' activation; config.json's own for one that we do not have."""
+    """Return our name of the experts' activation; config.json's own name if we have no such activation."""
+    # These families have one activation whatever config.json says
     if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]
     ours = {theirs: name for name, theirs in hidden_acts(family).items()}
@@ -245,7 +259,7 @@ def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
 
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
-    """Raise CheckpointError where a model's gates or experts compute other numbers than config.json says."""
+    """Raise CheckpointError if a model's gates or experts compute something else than config.json says."""
     family, said = _family_and_values(config)
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
@@ -282,12 +296,15 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
 def check_routing(
     routing: Mapping[str, Mapping[str, Any]], layers: Iterable[tuple[str, FMoE]], source: str
 ) -> None:
-    """Raise CheckpointError where gates or experts compute other numbers than those of a Manifest.routing."""
+    """Raise CheckpointError, with all differences, if gates or experts compute something else than was saved.
+
+    routing: Manifest.routing, {layer: facts}. source: where it is from, for the error.
+    """
     differences = []
     for name, layer in layers:
         saved, ours = routing.get(name, {}), routing_of(layer)
         differing = [option for option in saved if option in ours and ours[option] != saved[option]]
-        if "gate" in differing:
+        if "gate" in differing:  # another class of gate has other options anyway
             differing = [option for option in differing if option in ("gate", "activation")]
         differences += [
             f"{name or '(root)'} has {option}={ours[option]}, but {source} was saved with {option}={saved[option]}"

@@ -1,7 +1,14 @@
-"""Safetensors files that are written and read a tensor at a time, with a checksum over the whole file.
+"""Write and read safetensors files a tensor at a time, with a checksum over the whole file.
 
-The format: 8 bytes with the length of the header, a JSON header, the tensors. The checksum is in the metadata of the
-header; it is computed with 64 zeros in its own place. Other programs read these files as any other.
+    8 bytes    length of the header, little-endian
+    header     JSON: {"__metadata__": {...}, name: {"dtype", "shape", "data_offsets": [begin, end]}, ...}
+    data       the tensors, at these offsets from the end of the header
+
+The checksum is the SHA-256 of the file, in its own metadata: it is computed with 64 zeros in its place, and put there
+last. Other programs read these files like any other.
+
+StoredTensor is what all conversions here work on: shape and dtype are known, and the values are read when they are
+needed. So a model of any size is converted with one tensor, or one expert, in memory.
 """
 
 import hashlib
@@ -41,7 +48,7 @@ _NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 class StoredTensor:
-    """A tensor somewhere else, whose shape and dtype are known."""
+    """A tensor that is not read yet, whose shape and dtype are known."""
 
     def __init__(
         self,
@@ -74,20 +81,20 @@ class StoredTensor:
 
 
 def as_stored(state_dict: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], bool]:
-    """Return ({name: StoredTensor}, whether they were so already)."""
+    """Make all values StoredTensors -> ({name: StoredTensor}, were some of them already)."""
     lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
     return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
 
 
 def as_given(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:
-    """Return what as_stored() was given the like of: StoredTensors, or else tensors of their own."""
+    """Undo as_stored(): return StoredTensors if it was given some (lazy), else tensors in memory of their own."""
     return tensors if lazy else {name: tensor.read().clone() for name, tensor in tensors.items()}
 
 
 def by_rows(
     tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
 ) -> StoredTensor:
-    """Apply a function that works on any rows of a tensor, so that one expert is read without the others."""
+    """Apply, when the tensor is read, a function that works on any range of rows: an expert can be read alone."""
     return StoredTensor(
         shape,
         tensor.dtype,
@@ -102,7 +109,7 @@ def zeros(shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
 
 
 def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
-    """Join lists of E tensors [rows, *] to one [E, sum of rows, *]; prefix: whose they are, for errors."""
+    """Join lists of E tensors [rows, *], such as gates and ups, to one [E, sum of rows, *]; prefix: for errors."""
     for column in columns:
         if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
             raise CheckpointError(
@@ -127,8 +134,9 @@ def write_safetensors(
     """Write {name: StoredTensor or tensor} to one file, in this order and one at a time; atomically.
 
     metadata: {string: string} for the header. progress(bytes) is called after each tensor. Raises CheckpointError for
-    dtypes that the format does not have, and where the file system has no room.
+    dtypes that the format does not have, and if the file system has no room.
     """
+    # The header, whose checksum comes first in it
     path = Path(path)
     stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
     header: dict[str, Any] = {
@@ -147,7 +155,7 @@ def write_safetensors(
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)  # the first tensor begins at a multiple of 8 bytes
     size = struct.pack("<Q", len(text))
-    # Of the file with zeros where the checksum will be, which is put there when all else is written
+    # The checksum is of the file with zeros in its place
     digest = hashlib.sha256(size + text)
     with explained(path, len(size + text) + end), atomic_file(path) as file:
         file.write(size + text)
@@ -162,7 +170,7 @@ def write_safetensors(
 
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
-    """Yield the bytes of a tensor, part by part; CheckpointError unless the parts make up what was announced."""
+    """Yield the bytes of a tensor, part by part; CheckpointError unless they make up the announced shape and dtype."""
     num_rows = 0
     expected = tensor.shape or (1,)
     for part in tensor.parts():
@@ -179,9 +187,9 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
 
 
 def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """Return ({name: StoredTensor}, metadata) of a file; CheckpointError where it is truncated or no safetensors file.
+    """Return ({name: StoredTensor}, metadata) of a file; CheckpointError if it is truncated or no safetensors file.
 
-    The tensors are read through the safetensors library, whose checks of the header they have passed.
+    The safetensors library checks the header now, and reads a tensor from its memory map when it is used.
     """
     path = Path(path)
     file = _opened(path)
@@ -204,7 +212,7 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
 
 
 def read_unmapped(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
-    """As read_safetensors, but without a memory map, whose pages would count as memory of the process.
+    """Do as read_safetensors(), but read by file offsets: a memory map's pages would count as memory of the process.
 
     The safetensors library has checked the header before an offset of it is used.
     """
@@ -266,7 +274,7 @@ def _opened(path: Path) -> Any:
 
 
 def _digest_of(path: Path, checksum: str, progress: Callable[[int], Any] | None = None) -> tuple[str, bytes]:
-    """Return (SHA-256 of a file with zeros in the place of its checksum, the text of its header with them)."""
+    """Return (SHA-256 of a file with zeros in place of its checksum, its header with these zeros)."""
     with open(path, "rb") as file:
         (num_header,) = struct.unpack("<Q", size := file.read(8))
         text = file.read(num_header).replace(checksum.encode(), _NO_CHECKSUM.encode(), 1)
@@ -279,7 +287,7 @@ def _digest_of(path: Path, checksum: str, progress: Callable[[int], Any] | None 
 
 
 def renew_checksum(path: Path) -> None:
-    """Write the checksum of a file whose tensors were changed in place; leave a file without one alone."""
+    """Compute and write the checksum anew, after tensors were changed in place; files without one stay as they are."""
     expected = (_opened(path).metadata() or {}).get("sha256")
     if expected is not None:
         digest, text = _digest_of(path, expected)
@@ -289,7 +297,7 @@ def renew_checksum(path: Path) -> None:
 
 
 def verify_safetensors(path: Path, progress: Callable[[int], Any] | None = None) -> bool:
-    """Check the checksum -> whether the file has one."""
+    """Check the checksum of a file -> True if it has one; CheckpointError if it is wrong."""
     metadata = _opened(Path(path)).metadata() or {}
     expected = metadata.get("sha256")
     if expected is None:

@@ -1,4 +1,4 @@
-"""Families that differ from each other by their facts alone: no code of their own."""
+"""Families without code of their own: their facts alone tell them apart. family.py explains the fields."""
 
 from fmoe_ext.checkpoint.families.family import (
     CLAMPED,
@@ -37,7 +37,7 @@ _ARIA_TEXT = Family(
     unsupported={"hidden_act": "silu", "mlp_bias": False},
 )
 
-# DeepSeek-V4: experts by a table of the vocabulary in the first layers
+# DeepSeek-V4: in the first layers a table of the vocabulary chooses the experts
 _DEEPSEEK_V4 = Family(
     name="deepseek_v4",
     holds=("deepseek_v4",),
@@ -67,7 +67,7 @@ _DEEPSEEK_V4 = Family(
     layers=as_configured,
 )
 
-# Gemma 4: the router sees the tokens before the norm of the experts, which are beside a dense MLP
+# Gemma 4: the router sees the tokens before the experts' norm, and the experts are beside a dense MLP
 _GEMMA4 = Family(
     name="gemma4_text",
     holds=("gemma4_text",),
@@ -86,7 +86,7 @@ _GEMMA4 = Family(
     layers=as_configured,
 )
 
-# GPT-OSS: biases everywhere, a clamped activation, gate and up in turn
+# GPT-OSS: biases everywhere, a clamped activation, rows gate, up, gate, up, ...
 _GPT_OSS = Family(
     name="gpt_oss",
     holds=("gpt_oss",),
@@ -140,7 +140,7 @@ _INKLING2 = Family(
     layers=as_configured,
 )
 
-# Jamba: some of the layers, in turn
+# Jamba: some layers have experts, in turn with dense ones
 _JAMBA = Family(
     name="jamba",
     holds=("jamba",),
@@ -251,7 +251,7 @@ _NEMOTRON_H = Family(
         "num_groups": "n_group",
         "topk_groups": "topk_group",
     },
-    fixed={"group_best": 2},
+    fixed={"group_best": 2},  # a group's score is the sum of its two best experts
     unsupported={"mlp_bias": False},
     layers=as_configured,
 )
