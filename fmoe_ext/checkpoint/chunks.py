@@ -227,8 +227,8 @@ def fingerprints(
     """Compute fingerprints of the chunks that other ranks have too, on the chunk's device: none is copied to the CPU.
 
     A chunk is cut into blocks of 64-bit numbers x_i. The sums of w_i f(x_i) mod 2^64 over each block, with random odd
-    w_i and f(x) = x ^ (x >> 31), go into a SHA-256. A single different number always changes its sum, because odd w_i
-    are invertible mod 2^64.
+    w_i and f(x) = x ^ (x >> 31), go into a SHA-256. A single different number always changes its sum: f is one-to-one,
+    and odd w_i are invertible mod 2^64.
     """
     if not shared:  # in one process the 8 MiB of weights would be the peak of its memory
         return {}
@@ -245,7 +245,9 @@ def fingerprints(
         for block in tensor.detach().contiguous().view(-1).view(torch.uint8).split(8 * _BLOCK):
             numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
             numbers.view(torch.uint8)[: len(block)] = block
-            numbers ^= numbers >> 31  # else two flipped top bits, 2^63 each whatever the weight, would cancel
+            # else two flipped top bits, 2^63 each whatever the weight, would cancel; the mask makes the shift logical:
+            # with copies of the sign, x and ~x would be the same, as 0 and -1
+            numbers ^= (numbers >> 31) & (2**33 - 1)
             sums.append((numbers * weights[: len(numbers)]).sum())
         of_blocks = torch.stack(sums).tolist() if sums else []
         what = f"{str(tensor.dtype).removeprefix('torch.')} {list(tensor.shape)}"
