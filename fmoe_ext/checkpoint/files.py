@@ -241,7 +241,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
     path = Path(path)
     with made_folder(path.parent):
         # Remove what killed processes left; then make a file of our own and lock it, so that nobody removes it
-        for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+        for abandoned in unfinished_of(path):
             with suppress(OSError), open(abandoned, "rb") as left:
                 if _try_lock(left.fileno()):  # its writer has ended: a lock ends with its process
                     abandoned.unlink()
@@ -271,7 +271,7 @@ def path_of_unfinished(path: Path) -> Iterator[Path]:
 
     The caller holds a lock for the folder: unfinished files that are there were left by killed processes, and removed.
     """
-    for abandoned in path.parent.glob(f".{glob.escape(path.name)}.*.tmp"):
+    for abandoned in unfinished_of(path):
         abandoned.unlink()
     unfinished = path.with_name(f".{path.name}.{unique()}.tmp")
     try:
@@ -283,8 +283,16 @@ def path_of_unfinished(path: Path) -> Iterator[Path]:
         unfinished.unlink(missing_ok=True)
 
 
+def unfinished_of(path: Path) -> list[Path]:
+    """List what is, or was, going to be renamed to `path`: .<name>.<unique()>.tmp beside it."""
+    begin = f".{path.name}."
+    # unique() has no dot: .model.v2.<unique()>.tmp is of model.v2, not of model
+    found = path.parent.glob(f"{glob.escape(begin)}*.tmp")
+    return [other for other in found if "." not in other.name.removeprefix(begin).removesuffix(".tmp")]
+
+
 def unique() -> str:
-    """Make a part of a name that no other process uses, on any machine."""
+    """Make a part of a name, without dots, that no other process uses, on any machine."""
     return f"{os.getpid()}-{secrets.token_hex(4)}"
 
 

@@ -23,6 +23,7 @@ from fmoe_ext.checkpoint.files import (
     read_json,
     sync_file,
     sync_tree,
+    unfinished_of,
     unique,
     write_json,
 )
@@ -46,7 +47,7 @@ def new_folder(folder: Path) -> Iterator[Path]:
     """
     check_is_free(folder)
     with made_folder(folder.parent):
-        _remove([*folder.parent.glob(f".{folder.name}.*.tmp")])
+        _remove(unfinished_of(folder))
         unfinished = folder.with_name(f".{folder.name}.{unique()}.tmp")
         try:
             unfinished.mkdir()

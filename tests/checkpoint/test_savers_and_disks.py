@@ -12,7 +12,7 @@ from torch import nn
 from fmoe_ext import checkpoint
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, fingerprint, locked
-from fmoe_ext.checkpoint.shards import continued
+from fmoe_ext.checkpoint.shards import continued, new_folder
 from tests.forked import run_python
 
 PAIRS = 20
@@ -118,6 +118,18 @@ def test_unfinished_file_of_a_dead_process(tmp_path):
             second.write(b"second")
         first.write(b"first")
     assert path.read_bytes() == b"first" and len(list(tmp_path.iterdir())) == 1
+
+
+def test_unfinished_folder_of_a_longer_name_stays(tmp_path):
+    """Jobs that write model and model.v2 have locks of their own, so neither may remove what the other writes."""
+    others = [tmp_path / f".{name}.1-abcd.tmp" for name in ("model.v2", "model1")]
+    dead = [tmp_path / f".{name}.1-abcd.tmp" for name in ("model", "model[1]")]
+    for folder in (*others, *dead):
+        folder.mkdir()
+    for name in ("model", "model[1]"):
+        with new_folder(tmp_path / name):
+            pass
+    assert [folder.exists() for folder in (*others, *dead)] == [True, True, False, False]
 
 
 def test_job_goes_on_with_its_own_files_alone(tmp_path):
