@@ -142,8 +142,11 @@ class GgufFile:
 
     def values(self) -> dict[str, Any]:
         """Return {key: its value}; CheckpointError for a text that is none."""
+        return {key: self._contents(key) for key in self.fields}
+
+    def _contents(self, key: str) -> Any:
         try:
-            return {key: field.contents() for key, field in self.fields.items()}
+            return self.fields[key].contents()
         except (ValueError, IndexError, KeyError, UnicodeDecodeError) as error:
             raise CheckpointError(f"{self.path} has damaged metadata: {error}") from error
 
@@ -152,7 +155,7 @@ class GgufFile:
         field = self.fields.get("general.architecture")
         if field is None or [kind.name for kind in field.types] != ["STRING"]:
             self._refuse("general.architecture is not there, or no text")
-        return str(field.contents())
+        return str(self._contents("general.architecture"))
 
     @property
     def name(self) -> str:
@@ -215,9 +218,10 @@ class GgufFile:
             self.fields.pop(key, None)
 
     def _split(self, key: str, default: Any) -> Any:
-        field = self.fields.get(key)
-        value = default if field is None else field.contents()
-        if field is not None and type(value) is not int:
+        if key not in self.fields:
+            return default
+        value = self._contents(key)
+        if type(value) is not int:
             self._refuse(f"{key} is {value!r}, no number")
         return value
 

@@ -51,11 +51,9 @@ def gguf_layers(file: GgufFile) -> dict[int, Layer]:
     found = {t.name: t for t in file.tensors}
     name = file.architecture
     layout = next((kind().family.in_modules for kind in ARCHITECTURES if kind.name == name), Layout())
-    return {
-        int(name.split(".")[1]): _layer(file.path, int(name.split(".")[1]), found, layout)
-        for name in found
-        if name.startswith("blk.") and name.endswith(".ffn_down_exps.weight")
-    }
+    matches = map(re.compile(r"blk\.(\d+)\.ffn_down_exps\.weight", re.ASCII).fullmatch, found)
+    numbers = [int(match[1]) for match in matches if match]
+    return {number: _layer(file.path, number, found, layout) for number in numbers}
 
 
 def _layer(path: Path, number: int, found: Mapping[str, Any], layout: Layout) -> Layer:

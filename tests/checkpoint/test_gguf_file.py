@@ -195,6 +195,18 @@ def test_architecture_that_is_no_text_is_refused(tmp_path):
         _ = open_gguf(file).architecture
 
 
+def test_texts_that_are_not_utf_8_are_refused(tmp_path):
+    """Keys whose values are needed before values() checks them all."""
+    file = tmp_path / "model.gguf"
+    broken = struct.pack("<I", STRING) + text(b"\xff")
+    file.write_bytes(header() + text(b"general.architecture") + broken + bytes(64))
+    with pytest.raises(CheckpointError, match="has damaged metadata"):
+        _ = open_gguf(file).architecture
+    file.write_bytes(header() + text(b"split.count") + broken + bytes(64))
+    with pytest.raises(CheckpointError, match="has damaged metadata"):
+        open_gguf(file)
+
+
 def test_pipe_is_refused(tmp_path):
     os.mkfifo(tmp_path / "model.gguf")
     with pytest.raises(CheckpointError, match="no regular file"):

@@ -50,6 +50,15 @@ def test_tensor_of_another_shape_or_name_or_none_is_one_error(name, files, tmp_p
             assert "ignore_mismatched_sizes" not in str(caught.value)
 
 
+def test_layer_that_is_no_number_is_one_error(files, tmp_path):
+    _, _, original = files("exaone_moe")
+    full = next(t.name for t in gguf.GGUFReader(original).tensors if t.name.endswith("ffn_down_exps.weight"))
+    odd = re.sub(r"blk\.\d+", "blk.x", full)
+    file = rewritten(original, tmp_path / "model.gguf", {}, lambda _, data: (data, None), renamed={full: odd})
+    with pytest.raises(CheckpointError, match=r"model\.gguf has no blk\.N\.ffn_down_exps\.weight"):
+        streamed(file)
+
+
 @pytest.mark.parametrize("name", LATEST)
 def test_truncated_file_is_one_error(name, files, tmp_path):
     _, _, original = files(name)
