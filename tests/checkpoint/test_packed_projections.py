@@ -204,6 +204,15 @@ def test_nested_scales_in_other_blocks_are_refused(tmp_path):
         packed_layer(save(tmp_path, tensors, CONFIGS["nf4 nested"]), PATH)
 
 
+def test_blocks_of_no_values_are_refused(tmp_path):
+    tensors, _ = tensors_of("nf4")
+    name = f"{PATH}.1.gate_proj.weight.quant_state.bitsandbytes__nf4"
+    state = json.loads(bytes(tensors[name].tolist())) | {"blocksize": 0}
+    tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+    with pytest.raises(CheckpointError, match=f"{name} is no quant_state: blocksize is 0"):
+        packed_layer(save(tmp_path, tensors, CONFIGS["nf4"]), PATH)
+
+
 def write_gguf(path, kinds=("q4_k", "q4_k", "q6_k"), leave_out=""):
     decoded = {}
     writer = gguf.GGUFWriter(path, "qwen3moe")

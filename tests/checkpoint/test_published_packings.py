@@ -138,6 +138,16 @@ def test_packing_that_is_not_read_is_refused_by_name(config, message, tmp_path):
         kind_of(save(tmp_path, {"a": torch.zeros(1)}, config))
 
 
+@pytest.mark.parametrize("name", ["pack-quantized int8", "fp8 tensor", "modelopt FP8 channel"])
+def test_empty_tensors_are_named(name, tmp_path):
+    tensors, _ = tensors_of(name)
+    stem = f"{PATH}.1.up_proj."
+    for key in [key for key in tensors if key.startswith(stem) and not key.endswith("weight_shape")]:
+        empty = torch.empty(3, 0, dtype=tensors[key].dtype)
+        with pytest.raises(CheckpointError, match=rf"{key} is \[\d+, 0\]"):
+            packed_layer(save(tmp_path, tensors | {key: empty}, CONFIGS[name]), PATH)
+
+
 def test_scales_of_inputs_in_weights_are_refused(tmp_path):
     tensors, _ = tensors_of("modelopt NVFP4")
     tensors[f"{PATH}.0.up_proj.pre_quant_scale"] = torch.ones(D)

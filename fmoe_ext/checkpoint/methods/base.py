@@ -226,9 +226,11 @@ def scaled(values: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -
 
 
 def tensor_of(base: ModelFolder, name: str) -> StoredTensor:
-    """Return the tensor of a name; CheckpointError if it is missing."""
+    """Return the tensor of a name; CheckpointError if it is missing or empty: sizes of blocks divide by its sizes."""
     if name not in base.tensors:
         raise CheckpointError(f"{base.folder} lacks {name}")
+    if 0 in base.tensors[name].shape:
+        raise CheckpointError(f"{base.folder}: {name} is {list(base.tensors[name].shape)}, which is empty")
     return base.tensors[name]
 
 

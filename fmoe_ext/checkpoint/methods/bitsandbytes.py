@@ -43,6 +43,8 @@ class Bitsandbytes(Kind):
             block = int(values.get("blocksize", 64))
             nested = float(values["nested_offset"]) if "nested_offset" in values else None
             of_nested = int(values.get("nested_blocksize", 256))
+            if block < 1:
+                raise ValueError(f"blocksize is {block}")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{base.folder}: {stem}{_STATE} is no quant_state: {error}") from error
         numel = rows * columns
