@@ -1,4 +1,4 @@
-"""FastMoE's checkpoints: one file for each rank of the data-parallel group, experts only in all but the first.
+"""Read and write FastMoE's checkpoints: a file for each data-parallel rank, with experts only in all but the first.
 
     latest_checkpointed_iteration.txt
     iter_0001000/mp_rank_00/model_optim_rng.pt                  rank 0: everything, as Megatron writes it
@@ -95,7 +95,7 @@ def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, St
 
 
 def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor]:
-    """Merge the state dicts of all ranks, rank 0 first: the experts of all, everything else of rank 0.
+    """Merge the state dicts of all ranks, rank 0 first: the experts of all ranks, everything else from rank 0.
 
     Values are tensors or StoredTensors -> {name: StoredTensor}.
     Raises CheckpointError for ranks that do not fit together.
@@ -105,7 +105,7 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
             f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of "
             "several ranks are not merged; save with --ckpt-format torch_dist"
         )
-    # Layers whose experts are divided over the ranks: rank 1 has experts of these alone, and all others of the same
+    # Layers whose experts are spread over the ranks: rank 1 has no other tensors, and every rank has the same names
     spread = _expert_names(models[1]) if len(models) > 1 else {}
     for rank, model in enumerate(models):
         own = _expert_names(model)
@@ -115,7 +115,7 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
         if different:
             raise CheckpointError(f"ranks {rank} and 1 do not both have {', '.join(sorted(different))}")
     merged: dict[str, StoredTensor] = {}
-    # {layer: {leaf: (rank, index, tensor)}}
+    # Collect the parts of each layer's experts: {layer: {leaf: (rank, index, tensor)}}
     parts: dict[str, dict[str, list[tuple[int, int, StoredTensor]]]] = {}
     for name, value in models[0].items():
         match = EXPERT_NAME.fullmatch(name)
@@ -127,6 +127,7 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
         for rank, model in enumerate(holders):
             part = rank, int(match["index"] or 0), StoredTensor.of(model[name])
             group.setdefault(match["rest"], []).append(part)
+    # Join them in the order of the experts: by rank, then by their number on it
     for layer, group in parts.items():
         for rest, tensors in group.items():
             name = f"{layer}.{rest}"
@@ -144,7 +145,7 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
                 )
             whole = (sum(t.shape[0] for t in ordered), *shape[1:])
             merged[name] = StoredTensor(whole, first.dtype, functools.partial(_concatenated, ordered))
-        # The gate knows how many experts there are: a file that is missing at the end shows here
+        # The gate knows how many experts there are: the missing file of a last rank shows here
         gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
         fused = merged.get(f"{layer}.htoh4.weight")
         if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:
@@ -198,7 +199,7 @@ def write_fastmoe(
         try:
             for rank in range(num_ranks):
                 _write_rank(unfinished, tensors, rank, num_ranks, iteration)
-            publish(unfinished, target)
+            publish(unfinished, target)  # before the file that names it, which must not name half of one
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
@@ -228,7 +229,7 @@ def _write_rank(
 
 
 def load_file(path: Path, trust: bool) -> dict[Any, Any]:
-    """Read a dict that torch.save wrote; without trust, code in the file does not run."""
+    """Read a dict that torch.save wrote; code in the file does not run unless it is trusted."""
     import numpy
 
     check_is_file(path)
@@ -239,7 +240,7 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
         *((reconstruct, f"numpy.{core}.multiarray._reconstruct") for core in ("core", "_core")),
     ]
     try:
-        # a tensor is then read when it is used; files of torch before 1.6 are no zips
+        # mapped, a tensor is read when it is used; files of torch before 1.6 are no zips and cannot be mapped
         mmap = zipfile.is_zipfile(path)
         if not trust:
             with open(path, "rb") as file:
@@ -263,7 +264,7 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
 
 
 def _flatten(tree: Mapping[Any, Any], prefix: str = "") -> dict[str, torch.Tensor]:
-    """Return {name: tensor} of Megatron's nested state dict; what is no tensor is left out."""
+    """Flatten Megatron's nested state dict -> {name: tensor}; what is no tensor is left out."""
     flat: dict[str, torch.Tensor] = {}
     for key, value in tree.items():
         if isinstance(value, dict):

@@ -1,8 +1,13 @@
-"""The state of an optimizer by the names of its parameters: tensors "optimizer.<entry>.<parameter>", the rest plain.
+"""Save and load the state of an optimizer by the names of its parameters, so that it fits any parallel layout.
 
-An optimizer numbers its parameters; the numbers differ between layouts, so names take their place. State that is like a
-parameter of fused experts has a row for each expert and moves with the experts to any layout; a number (a step) belongs
-to all of them. State of any other shape has no meaning in another layout, and is refused.
+    tensors   "optimizer.<entry>.<parameter>", as optimizer.exp_avg.layers.0.mlp.experts.htoh4.weight
+    record    plain values for the manifest: class, options of groups, {parameter: its group}, state that is no tensor
+
+An optimizer numbers its parameters; the numbers differ between layouts, so names replace them. State of a parameter of
+fused experts [E, *] must have a row for each expert, which moves with the expert, or be one number (a step), which
+belongs to all. State of any other shape means nothing in another layout, and is refused.
+
+take() collects the state on saving. On loading compare() checks, Loading makes room, and its commit() hands over.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,10 +27,11 @@ _OF_PARAMETERS = ("params", "param_names")  # of a group; its other entries are 
 
 
 def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """(tensors, record) of an optimizer on a ModelState; the tensors of moved experts are brought back. Collective.
+    """Collect the state of an optimizer on a ModelState -> (tensors, record), rows in the order of experts. Collective.
 
-    Raises CheckpointError, before any communication, for state of experts of which not each expert has its own part.
+    Raises CheckpointError, before any communication, for state of experts that has no part for each expert.
     """
+    # Check everything, and note which tensors are rows of experts
     _refuse_zero_redundancy(optimizer)
     has_rows = set()  # (parameter, entry) whose tensors are rows of experts
     for param in (p for group in optimizer.param_groups for p in group["params"]):
@@ -48,8 +54,10 @@ def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tenso
                     "are sharded (DTensor), cannot be saved: use an optimizer with state like the parameter (Adam, SGD)"
                 )
             if _is_by_expert(name, entry, shape, tuple(param.shape)):
-                _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)  # load() sees these shapes alone
+                # the same for the shapes over all ranks, which are all that load() sees: it must not refuse later
+                _is_by_expert(name, entry, (whole[0], *shape[1:]), whole)
                 has_rows.add((name, entry))
+    # Collect
     tensors: dict[str, torch.Tensor] = {}
     groups: list[dict[str, Any]] = []
     params: dict[str, int] = {}
@@ -80,11 +88,11 @@ def _refuse_zero_redundancy(optimizer: Optimizer) -> None:
 
 
 def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[int, ...]) -> bool:
-    """True if state of this shape has a row for each expert of a parameter [E, *]; else it is one number for all.
+    """True if state of this shape has a row for each expert of a parameter [E, *]; False if it is one number for all.
 
-    Such are tensors like the parameter and, for [E, H, D], means over H or D as those of Adafactor: [E, H, 1],
-    [E, 1, D], [E, H], [E, D], [E]. Raises CheckpointError for others, as the mean over the experts of a rank that
-    Adafactor keeps of a bias [E, H]: in another layout there is no such thing.
+    Rows have tensors like the parameter, and for [E, H, D] means over H or D, as Adafactor's: [E, H, 1], [E, 1, D],
+    [E, H], [E, D], [E]. Raises CheckpointError for others, such as Adafactor's mean of a bias [E, H] over the experts
+    of a rank, which exists in no other layout.
     """
     if shape == ():
         return False
@@ -92,7 +100,7 @@ def _is_by_expert(name: str, entry: str, shape: tuple[int, ...], param: tuple[in
         return True
     if len(param) == 3:
         num_experts, *widths = param
-        # A mean over the experts looks the same where their number is one of the widths: then neither is believed
+        # A mean over the experts has the same shape if E is one of the widths: refuse, because it could be either
         kept = {(num_experts, *rest) for rest in _means(*widths)}
         if shape in kept and not (num_experts > 1 and shape in set(_means(*widths)) | {tuple(widths)}):
             return True
@@ -109,16 +117,16 @@ def _means(rows: int, columns: int) -> tuple[tuple[int, ...], ...]:
 
 
 def merge_records(records: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Merge what the ranks' optimizers have; groups with the same options become one."""
+    """Merge the records of the ranks' optimizers; groups with the same options become one."""
     merged: dict[str, Any] = {"type": records[0]["type"], "groups": [], "params": {}, "values": {}}
     for record in records:
         for name, number in record["params"].items():
             options = record["groups"][number]
-            # the numbers of groups differ between ranks; the options are what a group is
+            # ranks number their groups differently, so a group is identified by its options
             if options not in merged["groups"]:
                 merged["groups"].append(options)
             merged["params"].setdefault(name, merged["groups"].index(options))
-        merged["values"] = record["values"] | merged["values"]  # of several ranks, the lowest one's
+        merged["values"] = record["values"] | merged["values"]  # the lowest rank's win
     return merged
 
 
@@ -129,7 +137,7 @@ def names(optimizer: Optimizer | None, model: ModelState) -> set[str]:
 
 
 def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], names_of_all: set[str]) -> None:
-    """Raise CheckpointError if an optimizer cannot take what is saved. names_of_all: of every rank's optimizer."""
+    """Raise CheckpointError if an optimizer cannot take what is saved. names_of_all: parameters of all ranks."""
     _refuse_zero_redundancy(optimizer)
     if record["type"] != type(optimizer).__name__:
         raise CheckpointError(
@@ -151,7 +159,7 @@ def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], nam
 
 
 class Loading:
-    """Room for the state that a checkpoint has for an optimizer; commit() hands it over once it is filled."""
+    """Room for an optimizer's state from a checkpoint: the optimizer changes at commit(), once all of it is read."""
 
     parts: dict[str, torch.Tensor]  # {key: tensor} for the checkpoint to fill, rows of experts as DTensor
 
@@ -179,12 +187,12 @@ class Loading:
                 self._state[param] = dict(record["values"].get(name, {}))
                 for entry, key in entries.get(name, []):
                     dtype, now = saved[key].dtype, optimizer.state.get(param, {}).get(entry)
-                    # The parameter had another dtype when it was saved: so has its state, but for numbers as the steps
+                    # The parameter was saved in another dtype: cast its state, too, but not numbers such as steps
                     if param.dtype != dtypes[name] and saved[key].shape != ():
                         if isinstance(now, torch.Tensor):
                             dtype = now.dtype
                         elif dtype == dtypes[name]:
-                            # another one is the optimizer's choice, as float32 moments of a bfloat16 parameter
+                            # not if it was another one: float32 moments of a bfloat16 parameter stay float32
                             dtype = param.dtype
                     device = param.device
                     if entry == "step" and not (group.get("capturable") or group.get("fused")):
@@ -202,7 +210,7 @@ class Loading:
         dtype: torch.dtype,
         device: torch.device,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (the local tensor, what the checkpoint fills) for one entry of a parameter's state."""
+        """Allocate one entry of a parameter's state -> (the local tensor, what the checkpoint fills)."""
         name = self.names[param]
         if isinstance(param, DTensor) and shape == tuple(param.shape):
             tensor = torch.zeros_like(param.detach(), dtype=dtype)
@@ -218,7 +226,7 @@ class Loading:
         return tensor, model.as_part(name, tensor)
 
     def commit(self) -> None:
-        """Give the optimizer the state, and the options of its groups."""
+        """Give the optimizer its state, and the options of its groups."""
         for param, state in self._state.items():
             if state:
                 self.optimizer.state[param] = state

@@ -1,14 +1,15 @@
-"""torch's `.metadata`, a pickle, read by an Unpickler that has no class and no function to call.
+"""Read torch's `.metadata`, a pickle that says where the tensors of a checkpoint are, without running anything in it.
 
-Where the file names one of CLASSES it gets a class of records, which note their arguments and state and do nothing;
-every other name is refused. Before Python's Unpickler sees the file, its instructions are read one by one:
+A pickle is a program that names classes and calls them. Here where it names one of CLASSES it gets a class of records,
+which note their arguments and state and do nothing; every other name is refused (_Unpickler). Before that,
+_check_program() reads the instructions one by one, because Python's Unpickler can be made to use up time or memory:
 
-* only those that build plain values and records are allowed;
-* a number in the memo is not above the number of values in it, or Python would make room for 2^31 of them;
-* a tuple is of few values, those inside of its tuples counted each time that they are met. Tuples may be keys: Python
-  would crash or hang where it hashes one that is as deep as the file is long, or by references is of 2^n values.
+* only instructions that build plain values and records are allowed;
+* an index of the memo is at most the number of values in it, or Python would make room for 2^31 of them;
+* a tuple has few values, counting those of the tuples in it each time. Tuples may be keys of dicts, and Python would
+  crash or hang on hashing one that is as deep as the file is long, or one of 2^n values by n references.
 
-Nested lists, dicts and records are as deep as they like: only checked fields leave the file.
+Nested lists, dicts and records may have any depth: only checked fields leave this module.
 """
 
 import io
@@ -27,7 +28,7 @@ T = TypeVar("T")
 
 _OF_DCP = "torch.distributed.checkpoint"
 _MAX_BYTES = 2**30
-_MAX_VALUES = 1000  # a size has up to 64
+_MAX_VALUES = 1000  # of a tuple; sizes have up to 64
 CLASSES = frozenset(
     {
         ("builtins", "getattr"),  # a member of an enum, as Python 3.11.0 to 3.11.3 write it
@@ -68,7 +69,7 @@ _INSTRUCTIONS = frozenset(
 
 
 class _Name(NamedTuple):
-    """A dtype that the file names; never looked up."""
+    """The name of a dtype in the file, which is never looked up."""
 
     module: str
     name: str
@@ -91,7 +92,7 @@ class _Record:
         self.state = state
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """An OrderedDict is filled so; nothing that is in one is needed."""
+        """Drop the items of an OrderedDict: nothing that is in one is needed."""
 
 
 _RECORDS = MappingProxyType(
@@ -109,9 +110,12 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _check_program(program: bytes) -> None:
-    """Raise CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES."""
-    stack: list[int] = []  # of each value: how many it is, 1 unless it is a tuple
-    marks: list[int] = []
+    """Raise CheckpointError for instructions that tensor checkpoints lack, and for tuples of more than _MAX_VALUES.
+
+    Follows the program on a stack of sizes in place of values.
+    """
+    stack: list[int] = []  # for each value: 1, or for a tuple the number of values in it, itself included
+    marks: list[int] = []  # heights of the stack at each MARK
     memo: list[int] = []
     for instruction, argument, _ in pickletools.genops(program):
         name = instruction.name
@@ -130,7 +134,7 @@ def _check_program(program: bytes) -> None:
             assert argument is not None  # as of every such instruction
             stack.append(memo[argument])
         else:
-            # what pickletools says that an instruction takes and leaves
+            # pickletools knows what each instruction takes from the stack and leaves there; with a mark, all above it
             before, after = instruction.stack_before, instruction.stack_after
             if pickletools.markobject in before:
                 begin = marks.pop() - before.index(pickletools.markobject)
@@ -147,7 +151,7 @@ def _check_program(program: bytes) -> None:
 
 
 def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
-    """Return ({key: SavedTensor}, keys of what is no tensor) of a `.metadata`; CheckpointError for any other file."""
+    """Read a `.metadata` -> ({key: SavedTensor}, keys of what is no tensor); CheckpointError for any other file."""
     try:
         check_is_file(path)
         if path.stat().st_size > _MAX_BYTES:
@@ -155,6 +159,7 @@ def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
         program = path.read_bytes()
         _check_program(program)
         metadata = _fields(_Unpickler(io.BytesIO(program)).load(), "Metadata")
+        # {(key, offsets of a chunk): file, begin and length}
         places = {}
         for index, info in metadata["storage_data"].items():
             where, stored = _fields(index, "MetadataIndex"), _fields(info, "_StorageInfo")
@@ -164,6 +169,7 @@ def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
                     f"{name} is stored with transform_descriptors, which cannot be read here"
                 )
             places[name, None if offsets is None else _size(offsets)] = stored
+        # The tensors, with the places of their chunks
         tensors, others = {}, []
         for key, entry in metadata["state_dict_metadata"].items():
             _as(str, key)
@@ -191,7 +197,7 @@ def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
         return tensors, others
     except CheckpointError as error:
         raise CheckpointError(f"{path} cannot be read, or is damaged: {error}") from error
-    except Exception as error:  # whatever a damaged program makes of the stack
+    except Exception as error:  # a damaged program may raise anything
         raise CheckpointError(
             f"{path} cannot be read, or is damaged: {type(error).__name__}: {error}"[:500]
         ) from error

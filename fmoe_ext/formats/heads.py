@@ -1,7 +1,8 @@
-"""Heads for the tokens after the next (MTP) that train with their model: import_model(folder, mtp_loss=weight).
+"""Train heads for the tokens after the next (MTP) with their model: import_model(folder, mtp_loss=weight).
 
-Head k of D takes at position i what head k - 1 says there (the model, for the first), h, and the embedding of token
-i + k. A block like the model's own and the model's own output layer then predict the token behind that one:
+The model predicts token i + 1 at position i. Head k of D predicts token i + k + 1 there, from the hidden state of head
+k - 1 (of the model, for the first head) and the embedding of token i + k, by a block like the model's own and the
+model's own output layer:
 
     h'_i = eh_proj [enorm Emb(t[i+k]); hnorm h_i]      2 d_model -> d_model
     h_i  = post_norm block(h')_i                       causal over the positions
@@ -39,9 +40,9 @@ _IGNORED_LABEL = -100
 
 
 class TrainedHeads(nn.Module):
-    """Heads of an imported model, its attribute `mtp`: their loss joins the model's in train().
+    """Heads of an imported model, its attribute `mtp`: in train() their loss is added to the model's.
 
-    `last_loss` is that of the last forward, without the weight.
+    `last_loss` is the heads' loss in the last forward, without the weight.
     """
 
     last_loss: Tensor | None = None
@@ -49,6 +50,7 @@ class TrainedHeads(nn.Module):
     def __init__(self, model: Any, tensors: Mapping[str, Tensor], weight: float) -> None:
         """tensors: {name in the files: value} that the model does not load. Raises CheckpointError without heads."""
         super().__init__()
+        # Refuse what is not known to work, with the way out
         kind = type(model).__name__
         names = heads_in(tensors, model.config)
         if not names:
@@ -95,7 +97,8 @@ class TrainedHeads(nn.Module):
                 f"mtp_loss={weight}: layers of {kind} have several kinds of attention, which is not known of its "
                 "heads. Leave mtp_loss out: the heads are then saved as they were"
             )
-        del heads.embed_tokens, heads.shared_head  # parameters of the model, which loss() asks for them
+        del heads.embed_tokens, heads.shared_head  # parameters of the model: loss() takes them from it
+        # Find which tensors of the files make each parameter of the heads: taken whole, or experts put together
         self.weight = weight
         self.shapes = {name: tuple(tensors[name].shape) for name in names}
         own = {name: tensors[name] for name in names if not name.endswith((_EMBEDDINGS, _OUTPUT))}
@@ -114,6 +117,7 @@ class TrainedHeads(nn.Module):
             name: value.to(model.device, dtypes.get(name.partition(".mtp_block.")[2], model.dtype))
             for name, value in self.of_files(own).items()
         }
+        # Load them; every tensor must be used and every parameter filled
         missing, unexpected = heads.load_state_dict(state, strict=False, assign=True)
         unknown = [*(own.keys() - known), *missing, *unexpected]
         unknown += [name for name, buffer in heads.named_buffers() if buffer.is_meta]
@@ -125,7 +129,7 @@ class TrainedHeads(nn.Module):
         self.heads = (huggingface.use(heads) if self.experts else heads).train(model.training)
 
     def of_files(self, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return {parameter or buffer of the heads: value} of tensors in the files."""
+        """Convert tensors in the files to {parameter or buffer of the heads: value}."""
         state = {parameter: tensors[name] for parameter, name in self.whole.items()}
         for parameter, in_files in self.experts.items():
             stacked = [torch.cat([tensors[name] for name in names], -2) for names in in_files.names]
@@ -134,11 +138,12 @@ class TrainedHeads(nn.Module):
         return state
 
     def in_files(self, whole: Mapping[str, StoredTensor], model: Any) -> dict[str, StoredTensor]:
-        """Return {name in the files: tensor} of the heads. whole: {name: tensor} of the model on one rank."""
+        """Convert the heads back to {name in the files: tensor}; whole: {name: tensor} of the model on one rank."""
         begin = f"{HEADS}.heads."
         out = {name: whole[begin + parameter] for parameter, name in self.whole.items()}
         for parameter, in_files in self.experts.items():
-            stored = whole[begin + parameter]  # [E, *, *]
+            # [E, *, *] -> the files' experts, or a stack; gate and up apart
+            stored = whole[begin + parameter]
             for e, names in enumerate(in_files.names[:1] if in_files.is_stack else in_files.names):
                 first = 0
                 for name in names:
@@ -153,6 +158,7 @@ class TrainedHeads(nn.Module):
 
                     out[name] = StoredTensor(self.shapes[name], stored.dtype, read)
                     first += rows
+        # Some files repeat the model's embeddings and output layer in each head
         own = {id(parameter): name for name, parameter in model.named_parameters()}
         for end, layer in (
             (_EMBEDDINGS, model.get_input_embeddings()),
@@ -162,12 +168,13 @@ class TrainedHeads(nn.Module):
         return out
 
     def loss(self, model: Any, hidden: Tensor, kwargs: Mapping[str, Any]) -> Tensor:
-        """Compute the loss without its weight.
+        """Compute the heads' loss, without its weight.
 
-        hidden [B, L, D]: what the model's output layer gets. kwargs: of the model's forward: input_ids and labels
-        [B, L], position_ids, which begin anew where another document does, and num_items_in_batch, by which the model
-        divides its own loss, too.
+        hidden [B, L, D]: input of the model's output layer. kwargs of the model's forward: input_ids and labels [B, L];
+        position_ids [B, L], which begin anew with each document; num_items_in_batch, by which the model divides its own
+        loss, too.
         """
+        # Heads embed the tokens that follow, so whole sequences of text are needed, with padding on the right
         ids, labels, positions = (kwargs.get(name) for name in ("input_ids", "labels", "position_ids"))
         mask = kwargs.get("attention_mask")
         is_text = all(
@@ -190,17 +197,19 @@ class TrainedHeads(nn.Module):
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
         for k in range(1, len(heads.layers) + 1):
             n = L - k - 1  # positions with a token to predict
-            if n < 1:  # zeros as gradients, for DDP waits for those of all parameters
+            if n < 1:  # too short: give the other heads gradients of zero, because DDP waits for all
                 rest = heads.layers[k - 1 :].parameters()
                 total = total + sum(p.flatten()[:0].sum() for p in rest if p.requires_grad)
                 break
+            # [B, n, D] of the positions i that have tokens i + k and i + k + 1
             hidden = heads.forward_layer(
                 *(k - 1, hidden[:, :n], positions[:, :n] + k, None),
                 inputs_embeds=embed(ids[:, k : k + n]).to(hidden.device),
             )
             logits = project(hidden)
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-            is_same = positions[:, k + 1 :] == positions[:, :n] + k + 1  # document
+            # a token of another document is no target: its position does not go on from this one's
+            is_same = positions[:, k + 1 :] == positions[:, :n] + k + 1
             target = labels[:, k + 1 :].masked_fill(~is_same, _IGNORED_LABEL).to(logits.device)
             count = (
                 target.ne(_IGNORED_LABEL).sum()
@@ -213,10 +222,13 @@ class TrainedHeads(nn.Module):
 
 
 class WithHeads:
-    """Hooks that add the heads' loss to what a model's forward returns; an object, to be pickled and copied."""
+    """Forward hooks that add the heads' loss to what a model returns; an object, so that it can be pickled and copied.
+
+    begin() clears, see() keeps the decoder's hidden states, add() computes the loss from them.
+    """
 
     def __init__(self) -> None:
-        # Of the forward that runs: (hidden states, autocast). A thread of DataParallel has its own, a copy has none
+        # (hidden states, autocast) of the forward that runs: one for each thread of DataParallel, none for a copy
         self.kept = threading.local()
 
     def __reduce__(self) -> Any:
@@ -228,14 +240,14 @@ class WithHeads:
         model.register_forward_hook(self.add, with_kwargs=True)
 
     def begin(self, model: nn.Module, args: Any) -> None:
-        self.kept.last = None  # of a forward that failed: its graph holds memory
+        self.kept.last = None  # if the last forward failed, its graph still holds memory
 
     def see(self, decoder: nn.Module, args: Any, output: Any) -> None:
         self.kept.last = None
         if decoder.training and torch.is_grad_enabled():
             hidden = output[0]
             kind = hidden.device.type
-            # as it is here: Accelerate's ends with the model's forward, before add()
+            # note autocast now: Accelerate's ends with the model's forward, before add()
             is_on, dtype = torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
             self.kept.last = hidden, torch.autocast(kind, dtype, is_on, torch.is_autocast_cache_enabled())
 

@@ -1,9 +1,13 @@
-"""Metadata of GGUF files: made a configuration, and checked by the way back.
+"""Make a Transformers configuration from a GGUF file's metadata (config_of), and check one by a round trip (check).
 
 llama.cpp computes a model from its tensors and from the keys of its architecture. A configuration fits a file if the
-keys that its own file would have (Architecture.fields) have the values of the file. Of the file's other keys each is
-one that the architecture reads, has the one value with which every graph here computes (ONLY), or changes no logit
-(NOTES); any other is refused by name, so that none is skipped in silence.
+file that it would make (Architecture.fields) has the same values. Every other key of the file must be one that
+
+    the architecture reads itself, or knows to be harmless
+    has the only value with which these models compute (ONLY)
+    is a note on the file that changes no logit (NOTES)
+
+Any other key is refused by name, so that none is skipped in silence.
 """
 
 import math
@@ -20,7 +24,7 @@ from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.file import GgufFile
 from fmoe_ext.gguf.rope import SCALING, shortened, with_defaults
 
-# The values with which these models compute. 0 stands for "not used" in llama.cpp.
+# {key: the values with which these models compute}; 0 stands for "not used" in llama.cpp
 ONLY = MappingProxyType(
     {
         "general.type": ("model",),
@@ -50,13 +54,13 @@ ONLY = MappingProxyType(
         "tensor_data_layout": ("reference", "Meta AI original pth"),
     }
 )
-# Namespaces of notes on the file, its vocabulary and how it was made; READ and ONLY have some of them, and come first
+# Namespaces of notes on the file, its vocabulary and how it was made. READ and ONLY are looked up before them
 NOTES = ("general.", "tokenizer.", "split.tensors.", "quantize.", "imatrix.")
 FREQUENCIES = "rope_freqs.weight"
 
 
 def architecture_of(file: GgufFile, config: Any = None) -> Architecture:
-    """Find a file's architecture, for the configuration's model type if it has that; CheckpointError for others."""
+    """Find a file's architecture, the configuration's if several have its name; CheckpointError for unknown ones."""
     return find(str(file.path), file.values(), config)
 
 
@@ -66,7 +70,8 @@ def architecture_for(model_type: str) -> Architecture | None:
 
 
 def find(path: str, fields: Fields, config: Any = None) -> Architecture:
-    """Find the architecture of a file's metadata; CheckpointError for one that is not read, or keys it lacks."""
+    """Find the architecture of a file's metadata; CheckpointError if it is not read, or lacks keys that it needs."""
+    # Several may have the name: take the configuration's model type, else the one that accepts the keys
     name = str(fields.get("general.architecture"))
     found = [kind(name) for kind in ARCHITECTURES if name in (kind.name, *kind.also)]
     if not found:
@@ -90,16 +95,15 @@ def own_fields(architecture: Architecture, fields: Fields) -> dict[str, Any]:
 
 
 def factors_of(file: GgufFile) -> Tensor | None:
-    """Read what divides the frequencies of rotary embeddings; None for a file without."""
+    """Read rope_freqs.weight, which divides the frequencies of rotary embeddings; None for a file without."""
     found = next((tensor for tensor in file.tensors if tensor.name == FREQUENCIES), None)
     return None if found is None else torch.from_numpy(found.data.copy())
 
 
 def config_of(file: GgufFile) -> Any:
-    """Make the configuration of Transformers that a file says.
+    """Make the Transformers configuration of a file.
 
-    Raises CheckpointError for keys that are missing or have values that no model has, and for an architecture that is
-    not read.
+    Raises CheckpointError for keys that are missing or have impossible values, and for unknown architectures.
     """
     import transformers
 
@@ -126,6 +130,7 @@ def check(file: GgufFile, config: Any) -> None:
         expected = {**architecture.implied(config), **architecture.fields(config)}
     except (TypeError, ValueError, AttributeError, KeyError) as error:
         raise CheckpointError(f"{path} has a configuration with values of other types: {error}") from error
+    # Each key, without the blocks that are heads for the tokens after the next
     heads = architecture.num_heads(own)
     for full, value in fields.items():
         key = full.removeprefix(f"{architecture.name}.")
@@ -138,6 +143,7 @@ def check(file: GgufFile, config: Any) -> None:
         wrong = _why_not(architecture, full, key, value, expected)
         if wrong:
             raise CheckpointError(f"{path}: {full} is {shortened(value)}, {wrong}")
+    # What several keys say together: kinds of layers, frequencies, scaling of positions
     try:
         kinds = architecture.layer_types(own, config.num_hidden_layers)
     except (TypeError, IndexError, ZeroDivisionError, KeyError) as error:
@@ -170,7 +176,7 @@ def check(file: GgufFile, config: Any) -> None:
 
 
 def _why_not(architecture: Architecture, full: str, key: str, value: Any, expected: Fields) -> str:
-    """Say why a key is refused, "" for one that is not. key: without the architecture's name before it."""
+    """Say why a key is refused, "" if it is not. key: `full` without the architecture's name before it."""
     import gguf
 
     if key in architecture.harmless or key in READ:
@@ -187,9 +193,8 @@ def _why_not(architecture: Architecture, full: str, key: str, value: Any, expect
         return ""
     if key in ONLY:
         return "" if value in ONLY[key] else f"but only {' or '.join(map(str, ONLY[key]))} is computed"
-    if (
-        key == full
-    ):  # of no architecture: other programs may add keys in namespaces that llama.cpp does not have
+    # a key of no architecture: other programs may add keys in namespaces that llama.cpp does not have
+    if key == full:
         if full.startswith(NOTES):
             return ""
         known = {name.partition(".")[0] for name in names()} | {*gguf.MODEL_ARCH_NAMES.values()}
@@ -199,7 +204,7 @@ def _why_not(architecture: Architecture, full: str, key: str, value: Any, expect
 
 
 def _same(a: Any, b: Any) -> bool:
-    """Compare values of a key: floats as float32 has them, one number with a list of it for all layers."""
+    """Compare values of a key: floats to float32's precision, one number with a list of it for all layers."""
     if isinstance(a, (int, float)) and isinstance(b, (int, float)):
         return math.isclose(a, b, rel_tol=1e-6)  # the file has float32, config.json decimals
     if isinstance(a, list) and type(b) in (int, float):  # llama.cpp takes one number for all layers

@@ -1,13 +1,17 @@
-"""Packed matrices as published files name and lay them out, and what every quantization method has.
+"""Describe packed matrices as published files have them: what every quantization method (a file here each) builds on.
 
 A linear layer [rows, columns] of a packed folder is several tensors: its numbers in 4 or 8 bits, a scale for each
-channel, group or block of them, perhaps zero points, or one number for the whole matrix. A method (Kind) says how they
-are called, and makes one of two things of them:
+channel, group or block of them, perhaps zero points, or one number for the whole matrix:
 
-    Matrix     a layout with which an operator computes as it lies, perhaps after its bytes are turned (Piece.turn)
-    Decoded    any other layout: float32, made when the matrix is read
+    model.layers.0.mlp.experts.3.up_proj.weight_packed  uint8 [rows, columns / 2]
+    model.layers.0.mlp.experts.3.up_proj.weight_scale   uint8 [rows, columns / 32]
 
-Both name their tensors and say how the bytes become theirs, so that those who stream can read byte ranges.
+A method (Kind) knows these names, and describes the matrix as one of two things:
+
+    Matrix     a layout that an operator computes with, as it lies or after its bytes are rearranged (Piece.turn)
+    Decoded    any other layout: float32, computed when the matrix is read
+
+Both name their tensors and say how the bytes become values, so that streaming can read byte ranges.
 """
 
 from __future__ import annotations
@@ -30,13 +34,13 @@ from fmoe_ext.frozen.formats.microscaling import e2m1
 Array: TypeAlias = np.ndarray[Any, Any]
 Config: TypeAlias = Mapping[str, Any]  # quantization_config
 NVFP4_BLOCK = 16
-# Values that say "as usual", of keys that are refused with any other
+# {key that is refused with other values: values that say "as usual"}
 USUAL = MappingProxyType({"fmt": ("e4m3", "float8_e4m3fn"), "pack_dtype": ("int32",), "type": ("int",)})
 
 
 @dataclass(frozen=True)
 class Turn:
-    """Turns the bytes of a tensor, uint8 [n], by a function of the array that they are."""
+    """Rearranges the bytes of a tensor, uint8 [n], by a function of the array that they are in the file."""
 
     function: Callable[[Array], Array]
     shape: tuple[int, ...]  # in the file
@@ -47,20 +51,20 @@ class Turn:
 
 
 def transposed(values: Array) -> Array:
-    """Return [n, m] as [m, n] in memory of its own."""
+    """Transpose [n, m] to [m, n], in memory of its own."""
     return np.ascontiguousarray(values.T)
 
 
 class Piece(NamedTuple):
-    """A tensor of a packed matrix, as frozen.Quantized takes it."""
+    """One tensor (data, scale or zero) of a packed matrix, as frozen.Quantized takes it."""
 
     name: str  # in the files
     shape: tuple[int, int]
     dtype: torch.dtype
-    turn: Turn | None = None  # makes it of the tensor in the file; None where it is the same
+    turn: Turn | None = None  # makes it from the tensor in the file; None if it is the same
 
     def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Make the piece of the tensor in the file."""
+        """Make the piece from the tensor in the file."""
         if self.turn is None:
             return tensor.reshape(self.shape)
         turned = self.turn(tensor.reshape(-1).view(torch.uint8).numpy())
@@ -76,12 +80,12 @@ class Matrix(NamedTuple):
 
     @property
     def has_rows(self) -> bool:
-        """False if blocks cross rows, as those of nf4 may: then it is packed as a single row."""
+        """False if blocks cross the ends of rows, as nf4's may: then the matrix is packed as a single row."""
         return self.pieces["data"].shape[0] == self.shape[0]
 
     @property
     def zeros_share_words(self) -> bool:
-        """True if a word has the zero points of several rows."""
+        """True if a 32-bit word holds the zero points of several rows."""
         return "zero" in self.pieces and self.pieces["zero"].shape[0] < self.shape[0]
 
     def packed(self, tensors: Mapping[str, StoredTensor]) -> frozen.Quantized:
@@ -103,6 +107,7 @@ class Matrix(NamedTuple):
         return Decoded(self.format, self.shape, names, values)
 
     def _quantized(self, tensors: Mapping[str, torch.Tensor]) -> frozen.Quantized:
+        # {data, scale, zero: [1, rows, *], or [1, 1, *] if blocks cross rows}
         one = {}
         for part, piece in self.pieces.items():
             value = piece.of(tensors[piece.name])
@@ -139,15 +144,18 @@ class PackedTensor(StoredTensor):
 
 
 class Kind:
-    """A quantization method of published folders: names of its tensors, its settings, and the matrix of a layer."""
+    """A quantization method of published folders: names of its tensors, its settings, and the matrix of a layer.
 
-    data: tuple[str, ...] = (".weight",)  # what may follow a layer's name in the name of its packed data
-    scale = ""  # the same for its scales
-    others: tuple[str, ...] = ()  # the same for its other tensors
+    A tensor's name is the layer's name (`stem`) and an ending:
+    """
+
+    data: tuple[str, ...] = (".weight",)  # endings of packed data
+    scale = ""  # ending of scales
+    others: tuple[str, ...] = ()  # endings of the other tensors of a layer
     known = ""  # keys of quantization_config that are read or change no weight; any other is refused
 
     def check(self, folder: str, config: Config) -> None:
-        """Raise CheckpointError for settings that are not computed."""
+        """Raise CheckpointError for settings of quantization_config that are not computed here."""
         raise NotImplementedError
 
     def matrix(self, base: ModelFolder, stem: str) -> Matrix | Decoded:
@@ -180,16 +188,17 @@ class Kind:
 def nvfp4(
     base: ModelFolder, names: tuple[str, str, str], shape: tuple[int, int], is_divisor: bool
 ) -> Matrix | None:
-    """Describe the matrix of codes, scales and one number for all; None for rows that no operator takes.
+    """Describe NVFP4's matrix from codes, scales and one number for all; None for rows that no operator takes.
 
-    is_divisor: scales are divided by that number, not multiplied.
+    is_divisor: the values are scales divided by that number, not multiplied.
     """
     rows, columns = shape
     if columns % (2 * NVFP4_BLOCK):
         return None
     data, scale, whole = names
 
-    def factors(number: Array) -> Array:  # the operator takes a factor and a divisor of each row
+    # the operator takes [factor, divisor] for each row, of which one is 1
+    def factors(number: Array) -> Array:
         found = np.ones((rows, 2), np.float32)
         found[:, int(is_divisor)] = number.reshape(())
         return found
@@ -203,7 +212,7 @@ def nvfp4(
 
 
 def e8m0(scale: torch.Tensor) -> torch.Tensor:
-    """Return scales in float32, of any floating dtype or as exponents in uint8 (OCP's Microscaling)."""
+    """Convert scales to float32, from any floating dtype or from exponents in uint8 (OCP's Microscaling)."""
     if scale.dtype in (torch.uint8, torch.float8_e8m0fnu):
         exponent = scale.view(torch.uint8).int()
         # the bits of 2^(e - 127); 2^-127 is subnormal, and 255 is NaN
@@ -250,7 +259,7 @@ def refuse(folder: object, what: str) -> None:
 
 
 def unlike(base: ModelFolder, name: str, expected: str) -> CheckpointError:
-    """Make the error for a tensor that is missing, or of another dtype or shape than expected."""
+    """Make the error for a tensor that is missing, or has another dtype or shape than expected."""
     found = base.tensors.get(name)
     is_so = "missing" if found is None else f"{found.dtype} {list(found.shape)}"
     return CheckpointError(f"{base.folder}: {name} is {is_so}, expected {expected}")

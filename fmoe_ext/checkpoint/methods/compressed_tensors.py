@@ -1,8 +1,10 @@
-"""compressed-tensors, as vLLM's llm-compressor writes it: each layer's tensors say how it is packed.
+"""Read compressed-tensors, which vLLM's llm-compressor writes: each layer's tensors say how it is packed.
 
 weight_packed int32    integers of 1 to 8 bits, a stream of 32-bit words in each row; weight_shape has the columns
 weight_packed uint8    two numbers of E2M1 a byte: MXFP4 by exponents, NVFP4 by scales and weight_global_scale
 weight                 a number in each byte, FP8 or int8; with exponents MXFP8
+
+Beside them lie weight_scale [rows, groups], [rows], [1] or of blocks, and perhaps weight_zero_point.
 """
 
 from __future__ import annotations
@@ -35,7 +37,7 @@ from fmoe_ext.checkpoint.methods.base import (
 from fmoe_ext.checkpoint.methods.fp8 import MX_BLOCK, is_mxfp8, mxfp8
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
-# Formats that are read, with the type of their numbers; a mixed one names another format in each group
+# {format that is read: the type of its numbers}; a mixed one names a format in each group
 _FORMATS: Mapping[str, str | None] = MappingProxyType(
     {
         "pack-quantized": "int",
@@ -135,13 +137,15 @@ def _integers(base: ModelFolder, stem: str) -> Matrix | Decoded:
     groups = of_scale.shape[1] if len(of_scale.shape) == 2 else 1
     bits, columns = _bits_and_columns(base, shape, words)
     grid = (rows, groups)
+    # Without zero points integers are symmetric: a folder that says otherwise has lost them
     if zero not in base.tensors and _weights(base, "symmetric") == {False}:
         raise CheckpointError(f"{base.folder} lacks {zero}")
     if columns % groups or of_scale.dtype not in FLOATS or of_scale.shape not in (grid, (1,), (rows,)):
         raise unlike(base, scale, f"a floating dtype [{rows}, groups] for {name} of {rows} x {columns}")
-    zero_rows = -(-rows * bits // 32)
+    zero_rows = -(-rows * bits // 32)  # words that hold the zero points of a column of groups
     if zero in base.tensors and stored(base, zero) != ((zero_rows, groups), torch.int32):
         raise unlike(base, zero, f"torch.int32 [{zero_rows}, {groups}]")
+    # int4 is the layout of the operators, with groups of a multiple of 32 columns
     if bits == 4 and columns % 8 == 0 and columns // groups % 32 == 0 and of_scale.shape == grid:
         pieces = {"data": Piece(name, (rows, words), dtype), "scale": Piece(scale, grid, of_scale.dtype)}
         if zero in base.tensors:
@@ -149,7 +153,7 @@ def _integers(base: ModelFolder, stem: str) -> Matrix | Decoded:
         return Matrix("int4", (rows, columns), pieces)
 
     def values(data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
-        # values and zero points are both stored with the same number added
+        # values and zero points are stored with 2^(bits - 1) added, to be unsigned: it cancels in the difference
         numbers = _unpacked(data, bits, columns).unflatten(1, (groups, -1))
         least = 2 ** (bits - 1) if zero is None else _unpacked(zero.T, bits, rows).T[..., None]
         of_rows = scale.dim() == 1 and len(scale) > 1
@@ -161,7 +165,7 @@ def _integers(base: ModelFolder, stem: str) -> Matrix | Decoded:
 
 
 def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """Take int32 [n, words], a stream of integers of some bits in each row, apart -> int32 [n, count], lowest first."""
+    """Unpack int32 [n, words], each row a stream of integers of some bits, lowest first -> int32 [n, count]."""
     data: np.ndarray[Any, Any] = words.contiguous().view(torch.uint8).numpy()
     if bits == 8:
         return torch.from_numpy(data)[:, :count].int()
@@ -171,7 +175,7 @@ def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 
 
 def _bits_and_columns(base: ModelFolder, name: str, words: int) -> tuple[int, int]:
-    """Find the bits of a number, and the columns of a matrix with `words` words a row, which weight_shape has."""
+    """Find (bits of a number, columns) of a matrix with `words` words a row, from weight_shape and the settings."""
     found = _weights(base, "num_bits") - {None}
     if name not in base.tensors:  # as the library wrote before it had weight_shape
         if len(found) == 1 and 1 <= (bits := found.pop()) <= 8:
@@ -179,6 +183,7 @@ def _bits_and_columns(base: ModelFolder, name: str, words: int) -> tuple[int, in
         raise CheckpointError(f"{base.folder} lacks {name}")
     shape = base.tensors[name]
     columns = int(shape.read().tolist()[1]) if shape.shape == (2,) else 0
+    # A mixed folder says several numbers of bits: one must fit this matrix
     fitting = [
         bits for bits in sorted(found) or range(1, 9) if columns > 0 and -(-columns * bits // 32) == words
     ]
@@ -199,7 +204,7 @@ def _bytes(base: ModelFolder, stem: str) -> Matrix | Decoded:
     if found.dtype not in (*FLOATS, torch.uint8) or len(found.shape) > 2:
         raise unlike(base, scale, "a floating dtype or uint8, with at most two dimensions")
     grid = (*found.shape, 1, 1)[:2] if found.shape != (1,) else (1, 1)
-    # rows and columns that an entry of the scale is for: the first that the settings name and that fits its shape
+    # block: rows and columns that an entry of the scale is for, the first of the usual and the settings' that fits
     said = [tuple(block or ()) for block in _weights(base, "block_structure")]
     sizes = [(1, size or 0) for size in _weights(base, "group_size")]
     for block in ((rows, columns), (1, columns), *said, *sizes, (1, MX_BLOCK)):
@@ -226,7 +231,7 @@ def _bytes(base: ModelFolder, stem: str) -> Matrix | Decoded:
 
 
 def _weights(base: ModelFolder, key: str) -> set[Any]:
-    """Return the values that a setting of weights has in all groups."""
+    """Collect the values that a setting of weights has in the groups of quantization_config."""
     groups = (base.quantization.get("config_groups") or {}).values()
     values = (((group or {}).get("weights") or {}).get(key) for group in groups)
     return {tuple(value) if isinstance(value, list) else value for value in values}
