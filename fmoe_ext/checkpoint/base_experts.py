@@ -1,6 +1,7 @@
-"""Finds the experts of a layer in a model's folder, and the order in which the model has them.
+"""Find the experts of a layer in a model's folder by the path of their module, for adapters that are merged into them.
 
-Transformers' own table says it for the architectures that Transformers knows; else names of the known layouts do.
+For architectures that Transformers knows its own table says which tensors they are (weight_names.py); for others the
+names of known layouts do.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 
 @dataclass(frozen=True)
 class Experts:
-    """Describes the experts of a layer in a base."""
+    """Describes the experts of a layer in a base (the folder that an adapter was trained on)."""
 
-    names: dict[str, tuple[str, ...]]  # {gate, up, down, or gate_up for both: name of each expert's tensor}
+    names: dict[str, tuple[str, ...]]  # {"gate", "up" (or "gate_up"), "down": name of each expert's tensor}
     d_model: int
     d_hidden: int
-    is_stack: bool = False  # the names are the same, of a tensor of all experts
+    is_stack: bool = False  # all experts are in one tensor, whose name is repeated
     turned: bool = False  # stored [in, out]
-    interleaved: bool = False  # rows of gate and up are in turn in the files
-    in_turn: bool = False  # and in the model
+    interleaved: bool = False  # the files have rows gate, up, gate, up, ...
+    in_turn: bool = False  # the model has them so, too
 
     @property
     def num_experts(self) -> int:
@@ -42,8 +43,8 @@ class BaseExperts:
 
     def __init__(self, base: ModelFolder) -> None:
         self.base = base
-        # Models on the meta device, as the class of config.json and as a language model, and their names in the files;
-        # none if Transformers does not know the model type
+        # Models on the meta device with their names in the files: the class that config.json names, and the language
+        # model alone. [] if Transformers does not know the model type
         self._models: list[tuple[Any, WeightNames]] = []
         try:
             import transformers
@@ -57,7 +58,7 @@ class BaseExperts:
             try:
                 with torch.device("meta"):
                     model = make(base.make_config())
-            except Exception:  # of Transformers, which have no common class; names of layouts are left
+            except Exception:  # Transformers' errors have no common class; the names of layouts remain
                 continue
             self._models.append((model, WeightNames(base, model, base.tensors)))
 
@@ -89,7 +90,7 @@ class BaseExperts:
             found = Experts(of_role, d_model, d_hidden, down.is_stack, turned, interleaved, in_turn)
             _check_shapes(self.base, found)
             return found
-        # By the layouts of docs/formats.md
+        # Transformers does not know it: look for the names of known layouts
         tensors = self.base.tensors
         stem, _, block = layer.removesuffix(".experts").rpartition(".")
         for name in dict.fromkeys((block, *BLOCKS)):
@@ -118,7 +119,7 @@ class BaseExperts:
         return None
 
     def weight(self, module: str) -> str | None:
-        """Find the weight of a linear layer; None if the base lacks it or has it as a part of another one."""
+        """Find the name of a linear layer's weight; None if the base lacks it or has it as a part of another tensor."""
         wanted = f"{module}.weight"
         for _, names in self._models:
             for name, parameter in names.renamed.items():
@@ -128,7 +129,7 @@ class BaseExperts:
         return next((name for name in candidates if name in self.base.tensors), None)
 
     def check_alone(self, parameter: str) -> None:
-        """Raise CheckpointError for a parameter whose tensor in the files is another one's too."""
+        """Raise CheckpointError for a parameter that is tied: its tensor in the files is another parameter's, too."""
         for _, names in self._models:
             if other := names.shared.get(parameter):
                 raise CheckpointError(
@@ -137,7 +138,7 @@ class BaseExperts:
                 )
 
     def converted(self, module: str) -> tuple[Any, Converted] | None:
-        """Find the model and the tensors that a weight is made of; None if the base has it whole or lacks it."""
+        """Find (model, tensors that a converter makes the weight from); None if the base has it whole or lacks it."""
         for model, names in self._models:
             if found := names.converted(f"{module}.weight"):
                 return model, found
@@ -145,7 +146,7 @@ class BaseExperts:
 
 
 def _stacked(base: ModelFolder, first: str, second: str) -> Experts:
-    """Describe stacks of all experts, [E, 2H, D] and [E, D, H] or turned."""
+    """Describe stacks of all experts, [E, 2H, D] and [E, D, H] or both transposed: their shapes say which."""
     w1, w2 = base.tensors[first].shape, base.tensors[second].shape
     in_turn = f"{first}_bias" in base.tensors  # GPT-OSS
     if len(w1) == len(w2) == 3 and w1[0] == w2[0]:

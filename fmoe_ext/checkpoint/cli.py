@@ -1,4 +1,4 @@
-"""`fmoe checkpoint inspect|merge|convert PATH`: looks into checkpoints of any format, merges and converts them."""
+"""Inspect, merge and convert checkpoints of any format: `fmoe checkpoint inspect|merge|convert PATH`."""
 
 import argparse
 import json
@@ -22,7 +22,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     try:
         with ExitStack() as until_read:
             options.path = [local_path(path) for path in options.path]
-            path = options.path[0]  # an option that the formats at hand would ignore is refused
+            path = options.path[0]
+            # Refuse options that this format would ignore
             if options.mp_rank is not None and not (fastmoe.is_fastmoe(path) or deepspeed.is_deepspeed(path)):
                 raise CheckpointError(
                     f"--mp-rank is for folders of FastMoE and DeepSpeed, which {path} is not"
@@ -32,7 +33,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
                     f"--ranks {options.ranks} is for --to fastmoe: {options.to} has no ranks"
                 )
             checkpoint = convert.read(*options.path, mp_rank=options.mp_rank, trust=options.trust)
-            if checkpoint.manifest is not None and checkpoint.files:  # no save(keep=) removes it now
+            if checkpoint.manifest is not None and checkpoint.files:  # hold it: no save(keep=) removes it
                 until_read.enter_context(read_locked(checkpoint.files[0].with_name("manifest.json")))
             if options.verify:
                 files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
@@ -49,7 +50,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _inspect(checkpoint: convert.Checkpoint, in_json: bool, every_tensor: bool) -> None:
-    """Print the files and layers of a checkpoint, and every tensor if asked, as JSON does in any case."""
+    """Print the files and layers of a checkpoint, and every tensor if asked; JSON always has every tensor."""
     manifest, tensors = checkpoint.manifest, checkpoint.tensors
     layers = describe_layers({name: t.shape for name, t in tensors.items()})
     optimizer = manifest.optimizer["type"] if manifest and manifest.optimizer else None
@@ -110,7 +111,7 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
 
 
 def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[str]:
-    """Yield the lines of a table, its first column to the left and the others to the right."""
+    """Yield the lines of a table; the first column is aligned to the left, the others to the right."""
     widths = [max(len(row[i]) for row in (head, *rows)) for i in range(len(head))]
     for row in (head, *rows):
         first = row[0].ljust(widths[0])
@@ -121,7 +122,7 @@ def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> Iterator[st
 
 @contextmanager
 def progress_bar(what: str, total: int) -> Iterator[Callable[[int], Any]]:
-    """Show a bar of bytes on the terminal; yields what takes further bytes."""
+    """Show a progress bar of bytes on the terminal; yield the function that advances it by some bytes."""
     try:
         from tqdm import tqdm
     except ModuleNotFoundError as error:

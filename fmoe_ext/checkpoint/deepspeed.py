@@ -1,4 +1,4 @@
-"""DeepSpeed-MoE's checkpoints, of the layers that deepspeed.moe.layer.MoE builds: a file for each expert of each layer.
+"""Read DeepSpeed-MoE's checkpoints (of deepspeed.moe.layer.MoE), which have a file for each expert of each layer.
 
     latest                                                         name of the newest folder
     global_step10/mp_rank_00_model_states.pt                       "module": everything but experts
@@ -35,7 +35,7 @@ def is_deepspeed(path: Path) -> bool:
     """True for a folder with checkpoints of a DeepSpeed engine, and for the folder of one."""
     try:
         folder = _newest(Path(path))
-    except CheckpointError:  # a folder of ours has a file of that name too, which store.py judges
+    except CheckpointError:  # our checkpoints have a file `latest`, too: store.py reads those
         return False
     return folder.is_dir() and any(_MODEL_FILE.fullmatch(file.name) for file in folder.glob("mp_rank_*.pt"))
 
@@ -89,12 +89,12 @@ def read_deepspeed(
 
 
 def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
-    """Convert a state dict with layers of deepspeed.moe.layer.MoE -> the same under the names of our layers.
+    """Convert layers of deepspeed.moe.layer.MoE in a state dict to the names of our layers.
 
     Values are tensors or StoredTensors, experts numbered over all ranks. Experts of two matrices (nn.Linear), or of
     SwiGLU's three under Transformers' names, become those of FMoETransformerMLP; others keep their parameters' names,
     as FMoE(expert=...) has them. `mlp` and `coefficient` of use_residual=True keep their names: our layers have no such
-    part. Raises CheckpointError where experts are missing or differ.
+    part. Raises CheckpointError if experts are missing or differ.
     """
     tensors, lazy = as_stored(state_dict)
     out: dict[str, StoredTensor] = {}
@@ -137,7 +137,8 @@ def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fused(layer: str, columns: Mapping[str, list[StoredTensor]]) -> dict[str, StoredTensor] | None:
-    """Make htoh4 and h4toh of {parameter: that of each expert}; None if the experts are no such MLPs."""
+    """Make htoh4 and h4toh from {parameter: each expert's}; None if the experts are no MLPs of ours."""
+    # SwiGLU by the names of its three matrices, two-layer MLPs by the shapes of their two
     weights = [name for name, column in columns.items() if len(column[0].shape) == 2]
     stems = [name.removesuffix("weight").removesuffix(".") for name in weights]
     for gate, up, down in _GATED:

@@ -1,9 +1,12 @@
-"""Places of the experts' weights in the files of a model, and the tensors that their bytes become.
+"""Describe where the weights of experts are in files, and how their bytes fill a buffer: Layer, Part and Span.
 
-A Layer has a few Parts (w1 and w2, or data and scales of each), a Part the Spans of every expert: bytes of a file and
-where they go. A buffer for n experts has its parts one after the other, each with n slots, so that each part of the
-buffer is a tensor [n, *shape] as it lies. Who streams reads spans into slots in any order; what cannot be copied has a
-function that makes it of the bytes (Span.turn).
+A Layer has a few Parts: w1 and w2, or data, scale and zero of each. A Part has, for every expert, its Spans: bytes of a
+file and where they go. A buffer for n experts has the parts one after the other, each with n slots:
+
+    | w1: slot 0 | slot 1 | ... | slot n-1 | (to 64 bytes) | w2: slot 0 | slot 1 | ... | slot n-1 |
+
+so each part of the buffer is a tensor [n, *shape] as it lies, and an operator can take it. Streaming reads spans into
+slots in any order. Bytes that cannot be copied as they are go through a function (Span.turn).
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -24,13 +27,13 @@ Bytes: TypeAlias = "np.ndarray[Any, Any]"
 
 
 class Span(NamedTuple):
-    """Takes bytes of a file to a place in a buffer."""
+    """A range of a file, and the place in a buffer to which its bytes go."""
 
     path: Path
     begin: int  # in the file
     num_bytes: int  # in the file
     at: int  # in the buffer
-    # makes of these bytes, and of those of `beside`, what the buffer has from `at` on; None where they are the same
+    # turn(these bytes, those of each span of `beside`) is what the buffer has from `at` on; None: copy the bytes
     turn: Callable[..., Bytes] | None = None
     beside: tuple["Span", ...] = ()
 
@@ -39,17 +42,17 @@ class Span(NamedTuple):
         return self._replace(at=self.at + num_bytes)
 
     def turned(self, *raw: Bytes) -> Bytes:
-        """Return what the buffer has, uint8 [n], of the bytes of the file."""
+        """Return what goes into the buffer, uint8 [n], for the bytes that were read."""
         return raw[0] if self.turn is None else self.turn(*raw).reshape(-1).view(np.uint8)
 
 
 @dataclass(frozen=True)
 class Part:
-    """Describes one tensor of a layer's experts."""
+    """One tensor of a layer's experts, [E, *shape], in the files."""
 
     shape: tuple[int, ...]  # of one expert
     dtype: torch.dtype
-    spans: tuple[tuple[Span, ...], ...]  # of each expert, places counted from its begin
+    spans: tuple[tuple[Span, ...], ...]  # for each expert; places count from the begin of its slot
 
     @cached_property
     def num_bytes(self) -> int:
@@ -57,7 +60,7 @@ class Part:
         return self.dtype.itemsize * int(np.prod(self.shape))
 
     def read(self, expert: int) -> torch.Tensor:
-        """Read one expert from the files [*shape]."""
+        """Read one expert from the files -> [*shape]."""
         buffer = np.zeros(self.num_bytes, np.uint8)
         for span in self.spans[expert]:
             raw = []
@@ -87,7 +90,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Layer:
-    """Describes the experts of one layer in the files."""
+    """The experts of one layer in the files."""
 
     path: str  # of the experts module
     shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
@@ -96,7 +99,7 @@ class Layer:
 
     @property
     def is_packed(self) -> bool:
-        """True for weights that are quantised, whose shapes are [E, out, in] whatever the module's are."""
+        """True for quantised weights; then the shapes are [E, out, in], whatever the module has."""
         return "w1" not in self.parts
 
     @cached_property
@@ -119,14 +122,14 @@ class Layer:
         return replace(self, parts={name: part.cast(dtype) for name, part in self.parts.items()})
 
     def _begins(self, num_slots: int) -> Iterator[tuple[str, Part, int]]:
-        """Yield (name, part, its place in a buffer for num_slots experts)."""
+        """Yield (name, part, where it begins in a buffer for num_slots experts)."""
         begin = 0
         for name, part in self.parts.items():
             yield name, part, begin
             begin += -(-part.num_bytes * num_slots // ALIGNED) * ALIGNED
 
     def num_bytes(self, num_slots: int) -> int:
-        """Count the bytes of a buffer for some number of experts."""
+        """Count the bytes of a buffer for num_slots experts."""
         return sum(-(-part.num_bytes * num_slots // ALIGNED) * ALIGNED for part in self.parts.values())
 
     def spans(self, experts: Sequence[int], slots: Sequence[int], num_slots: int) -> list[Span]:

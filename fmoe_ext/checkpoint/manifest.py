@@ -1,4 +1,10 @@
-"""manifest.json: what a checkpoint folder says of itself, checked before anything in it is used."""
+"""Read and write manifest.json, a checkpoint's description of itself; all of it is checked before any is used.
+
+It has the step, the shapes and places of tensors, sizes and SHA-256 of files, the record of the optimizer, what gates
+compute, the user's `extra`, and its own SHA-256 over the other entries. Versions: 1 says in .metadata, a pickle of
+torch's, where the tensors are; 2 says it itself; 3 has an `extra` for each rank. A file is written in the lowest
+version that can say it, so that older readers refuse only what they do not know.
+"""
 
 import hashlib
 import json
@@ -15,10 +21,10 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, inside, read_json
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 
-_VERSION = 2  # 1 says in .metadata, a pickle, where the tensors are
-_WITH_EXTRAS = 3  # which those who read version 2 do not know
+_VERSION = 2
+_WITH_EXTRAS = 3
 _VERSIONS = (1, 2, _WITH_EXTRAS)
-MODEL = "model."  # before the names of the model's tensors; those of the optimizer's state have another
+MODEL = "model."  # prefix of the model's tensors; the optimizer's state has optimizer_state.PREFIX
 _TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
     {
         "step": (int,),
@@ -38,7 +44,7 @@ _TYPES_OF_OPTIMIZER: MappingProxyType[str, type] = MappingProxyType(
 
 @dataclass
 class Manifest:
-    """Description of a checkpoint, in the order in which its manifest has it."""
+    """The description of a checkpoint; fields are in the order of the file."""
 
     step: int
     layers: dict[str, Any] = field(default_factory=dict)  # {layer: number of experts, widths}
@@ -58,7 +64,7 @@ class Manifest:
             self.extras, self.version = extras, _WITH_EXTRAS
 
     def take_extra(self, rank: int, num_ranks: int) -> None:
-        """Make `extra` what this rank saved, if it was saved by as many; warns where it is another rank's."""
+        """Make `extra` what this rank saved, if as many ranks saved it; else warn that it is rank 0's."""
         if len(self.extras) == num_ranks:
             self.extra = self.extras[rank]
         elif self.extras:
@@ -74,10 +80,10 @@ class Manifest:
 
     def write(self, path: Path) -> None:
         keyed = {"extra": encode_keys(self.extra), "optimizer": encode_keys(self.optimizer)}
-        # JSON turns every key into a text, and a mistake of one digit would not show: hence pairs, and the digest
+        # JSON makes text of every key, so dicts with numbers as keys become pairs. A damaged digit shows in the digest
         content = asdict(replace(self, **keyed, extras=encode_keys(self.extras)))
         if not self.extras:
-            del content["extras"]  # which those who read version 2 do not know
+            del content["extras"]  # readers of version 2 do not know it
         with atomic_file(path) as file:
             file.write(json.dumps({**content, "sha256": _digest(content)}, indent=1).encode())
 
@@ -99,7 +105,7 @@ class Manifest:
             raise CheckpointError(f"{path} is damaged: {error}"[:500]) from error
 
     def checked(self, path: Path) -> "Manifest":
-        """Return itself; CheckpointError where anything is of another type than save() writes."""
+        """Return itself, keys decoded; CheckpointError if anything has another type than save() writes."""
         try:
             self.extra, self.optimizer = decode_keys(self.extra), decode_keys(self.optimizer)
             self.extras = decode_keys(self.extras)
@@ -129,7 +135,7 @@ class Manifest:
         return self
 
     def saved(self, folder: Path) -> dict[str, SavedTensor]:
-        """Return the place of each tensor; CheckpointError for what is no tensor."""
+        """Return {key: the tensor's shape, dtype and places}; CheckpointError for entries that are no tensors."""
         if self.version == 1:
             tensors, others = read_metadata(inside(folder, ".metadata"))
             if others:
@@ -153,11 +159,11 @@ def _digest(content: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
-_ITEMS = "__items__"  # the one key of an object that has the pairs of a dict whose keys are not all text
+_ITEMS = "__items__"  # {1: "a"} is written as {"__items__": [[1, "a"]]}
 
 
 def encode_keys(value: Any) -> Any:
-    """Return value, its dicts as objects of JSON that keep numbers and None as keys; TypeError for other keys."""
+    """Make a value ready for JSON so that dicts keep numbers and None as keys; TypeError for other keys."""
     if isinstance(value, dict):
         if all(isinstance(key, str) for key in value) and value.keys() != {_ITEMS}:
             return {key: encode_keys(part) for key, part in value.items()}
@@ -168,7 +174,7 @@ def encode_keys(value: Any) -> Any:
 
 
 def decode_keys(value: Any) -> Any:
-    """Return the value that encode_keys() took."""
+    """Undo encode_keys()."""
     if isinstance(value, dict):
         pairs = value[_ITEMS] if value.keys() == {_ITEMS} else value.items()
         return {key: decode_keys(part) for key, part in pairs}

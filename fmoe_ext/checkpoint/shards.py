@@ -1,8 +1,14 @@
-"""The files of a Hugging Face folder, written beside its place and put there when all of them are on disk.
+"""Write the files of a Hugging Face folder under another name, and rename them when all of them are on disk.
 
-Three ways to a folder, which all end in files.publish() or in its order (data, names, rename, folder):
-new_folder() writes a new one in one call; continued() over several calls of one job, each of which may be ended
-anywhere; replacing() puts a model in the place of another in a folder that has other files too.
+There are three ways to a folder, in the order of files.py (data, names, rename, folder):
+
+    new_folder()    a new one, in one call: a folder beside it is renamed
+    continued()     a new one, over several calls of one job that may be interrupted anywhere: what is done stays in
+                    .<out>.<doing>, with a note of the job
+    replacing()     a model in a folder that has other files, too: files can only be renamed one by one, so config.json
+                    goes first and comes last, and a folder without it is refused (check_is_whole)
+
+write_model_files() splits tensors into shards with an index.
 """
 
 import json
@@ -30,7 +36,7 @@ from fmoe_ext.checkpoint.files import (
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor, write_safetensors
 
 MAX_SHARD_BYTES = 5 * 2**30
-_LAYER = re.compile(r"(.*?\.\d+\.)")
+_LAYER = re.compile(r"(.*?\.\d+\.)")  # of a tensor's name: up to the first number, as model.layers.3.
 CONFIG, INDEX, _JOB = "config.json", "model.safetensors.index.json", "job.json"
 _MODEL_FILE = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 _UNITS = MappingProxyType(
@@ -40,10 +46,10 @@ _UNITS = MappingProxyType(
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[Path]:
-    """Make a folder to write into, which becomes `folder` when the body has ended and is removed where it fails.
+    """Make a folder to write into; it is renamed to `folder` when the body has ended, and removed if the body fails.
 
-    CheckpointError, before the body, where there is something at that place that is no empty folder. The caller holds a
-    lock for the place: what killed processes left there is removed.
+    Raises CheckpointError, before the body, if something other than an empty folder is there. The caller holds a lock
+    for the folder: unfinished ones of its name were left by killed processes, and are removed.
     """
     check_is_free(folder)
     with made_folder(folder.parent):
@@ -59,17 +65,17 @@ def new_folder(folder: Path) -> Iterator[Path]:
 
 
 class Unfinished:
-    """A job that is not done."""
+    """A job that is not done, as continued() gives it to the body."""
 
-    place: Path  # beside `out`: the folder of the two
-    folder: Path  # which is to become `out`
-    # notes (JSON) that say which files in `folder` are whole: note() them once they are on disk
+    place: Path  # .<out>.<doing> beside `out`: has the folder and the note
+    folder: Path  # will be renamed to `out`
+    # notes (JSON) that say which files in `folder` are whole: call note() once they are on disk
     done: dict[str, Any]
 
     def __init__(self, place: Path, about: Mapping[str, Any]) -> None:
         self.place, self.folder = place, place / "model"
         self._file = place / _JOB
-        self._about = json.loads(json.dumps(about))
+        self._about = json.loads(json.dumps(about))  # as the note will have it: tuples become lists
         self.done = {}
         others = [path for path in place.iterdir() if not path.name.endswith(".tmp")]
         if others:
@@ -90,7 +96,7 @@ class Unfinished:
         write_json(self._file, {"about": self._about, "done": self.done})
 
     def remove(self) -> None:
-        """Remove what is left beside the published folder, the note last: without it the rest has no owner."""
+        """Remove what is left of the job, the note last: without it the rest would belong to no job."""
         for path in self.place.iterdir():
             if path != self._file:
                 path.unlink()
@@ -101,12 +107,11 @@ class Unfinished:
 
 @contextmanager
 def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfinished]:
-    """Make a folder that a job writes over several calls; it becomes `out` when the body of the last one has ended.
+    """Make a folder that a job writes over several calls; it is renamed to `out` when the body of the last has ended.
 
-    about: the digests of the job's inputs, and its choices (JSON). What a call that ended early has written stays in
-    .<out>.<doing> beside `out`, with the note of the job that it belongs to: the same job goes on with it, another
-    one gets a CheckpointError. The note is removed after `out` has its name: there is no moment at which the files of
-    one job could be taken for another's.
+    about: digests of the job's inputs, and its choices (JSON). What an interrupted call has written stays in
+    .<out>.<doing> beside `out`, with a note of its job: the same job goes on with it, another one gets a
+    CheckpointError. The note is removed after `out` has its name, so files of one job are never taken for another's.
     """
     place = out.with_name(f".{out.name}.{doing}")
     with made_folder(out.parent), locked(out.with_name(f".{out.name}.lock"), f"{doing} into {out}"):
@@ -122,12 +127,12 @@ def continued(out: Path, doing: str, about: Mapping[str, Any]) -> Iterator[Unfin
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """Make a folder to write into, whose files take the places of those of `folder` when the body has ended.
+    """Make a folder to write into; its files replace those of `folder` when the body has ended.
 
-    Files of a model that an earlier save had more are removed. Where the body fails, `folder` is as it was.
-    Files can only be renamed one by one, so that a call that is ended could leave some of each model. config.json and
-    the index go first and come last: a folder without them is refused by Transformers, and by check_is_whole() with
-    the reason.
+    Shards that only the earlier model had are removed. If the body fails, `folder` is as it was.
+    Files can only be renamed one by one, so an interrupted call could leave some of each model. So config.json and the
+    index go first and come last: a folder without them is refused by Transformers, and by check_is_whole() with the
+    reason.
     """
     with made_folder(folder):
         abandoned = [*folder.glob(".new.*.tmp")]
@@ -142,7 +147,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         except BaseException:
             shutil.rmtree(unfinished, ignore_errors=True)
             raise
-        # From here on an end leaves files of two models, which check_is_whole() sees by the missing config.json
+        # Interrupted from here on, it leaves files of two models: check_is_whole() sees that config.json is missing
         names = {file.name for file in unfinished.iterdir()}
         last = [name for name in (INDEX, CONFIG) if name in names]
         for name in (CONFIG, INDEX):
@@ -165,7 +170,7 @@ def _remove(folders: Sequence[Path]) -> None:
 
 
 def check_is_whole(folder: Path) -> None:
-    """Raise CheckpointError for a folder whose save has ended between removing the old model and naming the new one."""
+    """Raise CheckpointError for a folder whose save was interrupted while replacing() renamed its files."""
     parts = min(folder.glob(".new.*.tmp"), default=None)
     if parts is not None and not (folder / CONFIG).exists():
         raise CheckpointError(
@@ -175,16 +180,16 @@ def check_is_whole(folder: Path) -> None:
 
 
 def check_is_free(folder: Path) -> None:
-    """Raise CheckpointError unless there is nothing at a place, or an empty folder."""
+    """Raise CheckpointError unless nothing exists under this path, or an empty folder."""
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
         raise CheckpointError(f"{folder} exists already: give a new folder, or remove it first")
 
 
 def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> list[Path]:
-    """Write model.safetensors, or model-<i>-of-<n>.safetensors and their index -> the files, a tensor at a time.
+    """Write model.safetensors, or model-<i>-of-<n>.safetensors and their index, a tensor at a time -> the files.
 
-    The tensors of one layer stay together, so that a shard is larger than max_shard_bytes where a layer is. A shard
-    that is there already stays as it is: an earlier call wrote it.
+    The tensors of one layer stay together, so a shard is larger than max_shard_bytes if a layer is. A shard that exists
+    stays as it is: an earlier call of the job wrote it.
     """
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():

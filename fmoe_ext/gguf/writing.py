@@ -1,9 +1,9 @@
-"""Writes GGUF, the file of llama.cpp: models that have an architecture there, in its names.
+"""Write GGUF, the file of llama.cpp, for models that have an architecture there: write_gguf().
 
-llama.cpp computes a model by a graph that is fixed for each architecture: what a configuration says beyond the keys of
-that graph would be ignored in silence, so check_writable() refuses it by name. Tensors differ from Transformers' in
-name and layout (transforms.py). Each is a StoredTensor that is read and rearranged when it is written, so that memory
-holds one at a time, and an expert of those that are packed.
+llama.cpp computes a model by a graph that is fixed for each architecture. What a configuration says beyond that graph's
+keys would be ignored in silence, so check_writable() refuses it by name. Tensors differ from Transformers' in name and
+layout (transforms.py). Each is a StoredTensor that is read, rearranged and perhaps packed when it is written: memory
+holds one tensor, or of a packed weight one expert in float32 and the packed bytes of all.
 """
 
 import itertools
@@ -31,7 +31,7 @@ from fmoe_ext.gguf.vocabulary import Vocabulary
 
 _CONVOLUTIONS = (".ssm_conv1d.weight", ".shortconv.conv.weight")
 _NAMES = MappingProxyType({torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"})
-# Packings that are written, with the name of llama.cpp's for a file of most weights in them
+# {packing that is written: llama.cpp's name for files that have most weights in it}
 PACKED = MappingProxyType(
     {"q4_k": "MOSTLY_Q4_K_S", "q8_0": "MOSTLY_Q8_0", "mxfp4": "MOSTLY_MXFP4_MOE", "nvfp4": "MOSTLY_NVFP4"}
 )
@@ -41,7 +41,7 @@ _NO_TENSORS: Mapping[str, torch.Tensor] = MappingProxyType({})
 
 
 def check_writable(config: Any) -> Architecture:
-    """Find the architecture of a configuration; CheckpointError, by name, for what llama.cpp computes otherwise."""
+    """Find a configuration's architecture; CheckpointError, by name, for what llama.cpp would compute otherwise."""
     _import_gguf()
     architecture = architecture_for(config.model_type)
     if architecture is None:
@@ -69,7 +69,7 @@ def write_gguf(
     num_heads: int = 0,
     importance: Mapping[str, torch.Tensor] = _NO_TENSORS,
 ) -> dict[str, int]:
-    """Write a model in Transformers' names in memory to one file, a tensor at a time -> {type: number of tensors}.
+    """Write a model, under the names of Transformers' modules, to one file, a tensor at a time -> {type: how many}.
 
     path: a file that does not exist. vocabulary: None for a file that takes token ids alone. packings: {name in
     Transformers: a name in PACKED} of weights to round to the nearest values; experts are read by their parts().
@@ -82,6 +82,7 @@ def write_gguf(
     architecture = check_writable(config)
     named = _parts(tensors, architecture, config, packings, importance)
     types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing, _) in named.items()}
+    # The header with all metadata, then the descriptions of all tensors, then their values in the same order
     writer = gguf.GGUFWriter(path, architecture.name)
     try:
         with explained(path, sum(tensor.num_bytes for tensor, *_ in named.values())):
@@ -109,7 +110,7 @@ def write_gguf(
                 for values in _values(tensor, types[name].lower(), weighs):
                     writer.write_tensor_data(values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
     finally:
-        with suppress(OSError):  # of buffers that a full disk did not take, which has been said
+        with suppress(OSError):  # close() flushes: a full disk, which has raised already, would raise again
             writer.close()
     return dict(Counter(name.lower() for name in types.values()))
 
@@ -123,7 +124,7 @@ def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Contai
     if is_vector or ".ffn_gate_inp" in name or name.endswith((".bias", "_norm.weight")):
         return "F32"
     for wanted in (packing, _WIDER) if packing else ():
-        # Gemma 4's file has another factor of its experts under this name, and llama.cpp's halves of kv_b have none
+        # NVFP4 needs the name of a factor: Gemma 4's router has it already, and llama.cpp's halves of kv_b have none
         is_free = _factors_of(name) not in named and (len(tensor.shape) == 2 or "_exps." in name)
         block = GGML_QUANT_SIZES[GGMLQuantizationType[wanted.upper()]][0]
         if (is_free or wanted != SCALED) and tensor.shape[-1] % block == 0:
@@ -132,12 +133,12 @@ def _type_of(name: str, tensor: StoredTensor, packing: str | None, named: Contai
 
 
 def _factors_of(name: str) -> str:
-    """Return the name of the factors that a weight in NVFP4 has beside it."""
+    """Return the name of the factors beside a weight in NVFP4."""
     return f"{name.removesuffix('weight')}scale"
 
 
 def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None) -> Iterator[torch.Tensor]:
-    """Yield what a file has of a tensor of a type, an expert in memory at a time where it is packed.
+    """Yield a tensor's values as the file has them in a type, then the factors of NVFP4; packs an expert at a time.
 
     weighs: the importance of its values, of the same shape.
     """
@@ -149,7 +150,7 @@ def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None)
     by = itertools.repeat(None) if weighs is None or kind not in FITTED else weighs.parts()
     for part in tensor.parts():
         of_part = next(by)
-        rank = (None,) * (3 - part.dim())
+        rank = (None,) * (3 - part.dim())  # [out, in] as the weight [1, out, in] of one expert
         packed = frozen.quantize(part[rank], kind, None if of_part is None else of_part[rank])
         rows.append(rows_of(packed))
         if packed.zero is not None:
@@ -160,13 +161,13 @@ def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None)
 
 
 def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads: int = 0) -> None:
-    """Add to a GGUFWriter what llama.cpp needs to know of a model beside its tensors."""
+    """Add a configuration's metadata to a GGUFWriter, each key in the type of its value."""
     writer.add_name(config.architectures[0])
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     add[list] = writer.add_array
     fields = architecture.fields(config)
     if num_heads:
-        # of the lists with an item a layer, those in glm-dsa, llama.cpp wants none for heads
+        # lists with an item a layer (glm-dsa has some) stay as they are: llama.cpp wants no items for heads
         fields |= {"block_count": fields["block_count"] + num_heads, HEADS: num_heads}
     for key, value in fields.items():
         add[type(value)](f"{architecture.name}.{key}", value)
@@ -175,11 +176,11 @@ def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads:
 def _in_file(
     source: StoredTensor, transform: TensorTransform, i: int, shape: tuple[int, ...]
 ) -> StoredTensor:
-    """Return part i of a tensor as a file has it; of stacked experts its parts() are one expert each."""
-    # Each part reads the tensor again: kept, it would stay in memory until the last part is written
+    """Return part i of a tensor as the file has it; stacked experts have parts() of one expert each."""
+    # Each part reads the tensor again: if it was kept, it would stay in memory until the last part is written
     read = lambda: transform.write(source.read())[i]  # noqa: E731
     parts = None
-    if "_exps." in transform.parts[i]:  # of which an expert is written as all are
+    if "_exps." in transform.parts[i]:  # transforms of experts work on one expert [1, *] as on all
         parts = lambda: (transform.write(one)[i] for one in source.parts())  # noqa: E731
     return StoredTensor(shape, source.dtype, read, parts=parts)
 
@@ -197,7 +198,7 @@ def _parts(
         tensor = tensors[name]
         shapes = [part.shape for part in transform.write(torch.empty(tensor.shape, device="meta"))]
         weighs = None
-        if name in importance:  # moves as the values do; an expert at a time where these are read so
+        if name in importance:  # it is rearranged like the values, an expert at a time
             spread = importance[name].expand(tensor.shape)
             read, parts = lambda s=spread: s, lambda s=spread: iter(s.split(1))
             weighs = StoredTensor(tensor.shape, spread.dtype, read, parts=parts)

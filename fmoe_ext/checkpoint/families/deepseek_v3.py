@@ -1,4 +1,4 @@
-"""DeepSeek-V3 and Kimi K2, and the models that have its MoE layers."""
+"""DeepSeek-V3, Kimi K2, and the many models with its MoE layer: sigmoid router with a bias, shared experts, groups."""
 
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,7 +18,7 @@ from fmoe_ext.checkpoint.families.family import (
 
 
 def _no_groups(values: Values) -> Values:
-    """Refuse groups, of A.X-K2, which rank them in another way."""
+    """Refuse groups of experts: A.X-K2 uses them in another way."""
     if values.get("n_group") not in (None, 1):
         raise CheckpointError(
             f"config.n_group={values['n_group']}: axk2 lets experts outside of the chosen groups compete with score 0"
@@ -43,7 +43,7 @@ _FAMILY = Family(
         "num_groups": "n_group",
         "topk_groups": "topk_group",
     },
-    fixed={"group_best": 2},
+    fixed={"group_best": 2},  # a group's score is the sum of its two best experts
     layers=first_dense,
 )
 

@@ -1,7 +1,13 @@
-"""Latent attention: DeepSeek-V2, V3 and Kimi K2, whose router's score says which, GLM-4.7-Flash, GLM-5 and Kimi Linear.
+"""Architectures with latent attention: DeepSeek-V2, V3 and Kimi K2, GLM-4.7-Flash, GLM-5 and Kimi Linear.
 
-llama.cpp computes it as attention with one head of latent keys, which are values too: kv_b_proj, which widens them, is
-in the file as keys [heads, rank, nope], absorbed in the queries, and values [heads, v, rank].
+Keys and values of all heads are widened from one latent vector of `rank` numbers a token, by kv_b_proj:
+
+    kv_b_proj [heads * (nope + v), rank]      for each head, nope rows of keys (without rotary part), then v of values
+
+llama.cpp computes attention on the latent vectors, as one head of keys that are values, too. So the file has the two
+parts of kv_b_proj apart: keys [heads, rank, nope], which it multiplies the queries by, and values [heads, v, rank].
+
+Files of DeepSeek-V2 and V3 are both called deepseek2: the score of the router (expert_gating_func) tells them apart.
 """
 
 from types import MappingProxyType
@@ -20,7 +26,8 @@ _NOPE_AND_ROPE = "attention.key_length_mla"
 
 class DeepseekV2(Architecture):
     name = "deepseek2"
-    model_type = "deepseek_v2"  # without groups, which llama.cpp ranks by two scores
+    # without groups: llama.cpp ranks a group by its two best scores, DeepSeek-V2 by the best one
+    model_type = "deepseek_v2"
     keys = MappingProxyType(
         {
             "leading_dense_block_count": "first_k_dense_replace",
@@ -40,7 +47,7 @@ class DeepseekV2(Architecture):
         return {"num_key_value_heads": values["num_attention_heads"], "qk_nope_head_dim": nope}
 
     def yarn_attention(self, said: Values, factor: float) -> Values:
-        # llama.cpp's graph needs both to be equal; 0 stays in `said`, to be refused
+        # llama.cpp has one number for both, 0.1 times theirs; 0 stays in `said`, so that it is refused
         scale = said.setdefault("yarn_log_multiplier", 0)
         if scale > 0:
             del said["yarn_log_multiplier"]
@@ -66,6 +73,7 @@ class DeepseekV2(Architecture):
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
         heads, nope, width = config.num_attention_heads, config.qk_nope_head_dim, config.v_head_dim
 
+        # [heads, rank, nope] and [heads, v, rank] <-> [heads * (nope + v), rank]
         def read(keys: Tensor, values: Tensor) -> Tensor:
             return torch.cat([keys.transpose(1, 2), values], 1).flatten(0, 1)
 
@@ -87,7 +95,7 @@ class DeepseekV3(DeepseekV2):
 
 
 class Glm4MoeLite(DeepseekV3):
-    """GLM-4.7-Flash, whose file alone is read as DeepSeek-V3."""
+    """GLM-4.7-Flash; without a config.json beside it, its file is read as DeepSeek-V3."""
 
     model_type = "glm4_moe_lite"
 
@@ -115,6 +123,7 @@ class GlmDsa(DeepseekV3):
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
         num_layers = values["num_hidden_layers"]
+        # without the key every layer has an indexer of its own, but not in models of 2^20 tokens: there it is needed
         usual = None if values["max_position_embeddings"] >= 2**20 else [True] * num_layers
         types = values.get("indexer_types", usual)
         if not isinstance(types, list) or len(types) < num_layers:

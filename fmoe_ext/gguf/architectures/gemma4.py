@@ -1,4 +1,10 @@
-"""Gemma 4: a router before the norm of the experts, a dense MLP beside them, two kinds of heads and frequencies."""
+"""Gemma 4: a router before the experts' norm, a dense MLP beside the experts, and two kinds of attention layers.
+
+Layers with full attention and with a sliding window have heads of other numbers and sizes, and other frequencies; keys
+of the latter end in _swa. Transformers' configuration has the sliding layers' values, and per_layer_config for the full
+ones. The last num_kv_shared_layers layers use the keys and values of an earlier layer. Full layers rotate a part of a
+head only: rope_freqs.weight divides the other frequencies by 10^30.
+"""
 
 from types import MappingProxyType
 from typing import Any
@@ -55,7 +61,7 @@ class Gemma4(Architecture):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
-        for kind in ("", "_swa"):  # the configuration has one size for both
+        for kind in ("", "_swa"):  # the configuration has one size for keys and values
             keys, of_values = fields.get(f"{_KEY}{kind}"), fields.get(f"{_VALUE}{kind}")
             if of_values is not None and keys != of_values:
                 raise CheckpointError(
@@ -131,7 +137,7 @@ class Gemma4(Architecture):
     def refused(self, config: Any) -> dict[str, bool]:
         rope, kinds = config.rope_parameters, config.layer_types
         first = config.num_hidden_layers - config.num_kv_shared_layers
-        # llama.cpp shares the last layer's keys, or with a window those of the layer before it
+        # llama.cpp shares the keys of the last layer that has its own; with a window, of the layer before that
         shared = {kind: first - (2 if kind == _SLIDING else 1) for kind in kinds[first:]}
         full, sliding = rope.get(_FULL, {}), rope.get(_SLIDING, {})
         return {
@@ -157,7 +163,7 @@ class Gemma4(Architecture):
 
 
 def _heads(said: Any, kinds: list[str], kind: str) -> int:
-    """Return the heads of keys that the layers of a kind have."""
+    """Return the number of key heads in layers of a kind; CheckpointError if they differ."""
     found = said if isinstance(said, list) else [said] * len(kinds)
     if len(found) < len(kinds) or any(type(heads) is not int for heads in found):
         raise CheckpointError(f"attention.head_count_kv is {said!r}, expected {len(kinds)} numbers of heads")

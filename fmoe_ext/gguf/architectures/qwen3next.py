@@ -1,7 +1,12 @@
-"""Qwen3-Next and Qwen3.5: three layers of four are gated delta nets.
+"""Qwen3-Next and Qwen3.5: three layers of four are gated delta nets, and a quarter has full attention.
 
-The file has queries, keys and values of all heads one after the other, and their gates apart; the model has those of a
-head of keys beside each other.
+A delta net has `keys` heads of keys and, for each of them, `values` heads of values. Its projection's rows are
+
+    Qwen3-Next    in_proj_qkvz: for each key head its q, k, v and z (gate)
+    in the file   attn_qkv: q of all heads, k of all heads, v of all heads; attn_gate: z of all heads
+
+Qwen3.5's module has q, k, v like the file, but counts the heads of values by key head (k0v0 k0v1 k1v0 ...), where the
+file has the first value head of every key head, then the second (k0v0 k1v0 ... k0v1 ...).
 """
 
 from types import MappingProxyType
@@ -26,12 +31,12 @@ _RECURRENT, _INTERVAL = "attention.recurrent_layers", "full_attention_interval"
 
 
 class Heads(NamedTuple):
-    """Heads of a gated delta net."""
+    """Numbers and sizes of heads in a gated delta net."""
 
     keys: int  # heads of keys
     values: int  # heads of values for each head of keys
-    key: int  # numbers of a head
-    value: int
+    key: int  # size of a key head
+    value: int  # size of a value head
 
 
 def heads_of(config: Any) -> Heads:
@@ -60,7 +65,7 @@ class Qwen3Next(Architecture):
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
         recurrent = fields.get(_RECURRENT)
-        if recurrent is None:
+        if recurrent is None:  # such a file has an interval, or llama.cpp's default
             every = fields.get(_INTERVAL, 4)
             recurrent = [(i + 1) % every != 0 for i in range(num_layers)]
         return ["linear_attention" if recurrent[i] else "full_attention" for i in range(num_layers)]
@@ -90,7 +95,7 @@ class Qwen3Next(Architecture):
         }
 
     def of_delta(self, config: Any) -> dict[str, TensorTransform]:
-        """Return {name in a gated delta net: what it is in the file}."""
+        """Return the transforms of a gated delta net, {name in Transformers: transform}."""
         heads = heads_of(config)
 
         def read(qkv: Tensor, z: Tensor) -> Tensor:
@@ -117,7 +122,7 @@ _SECTIONS = "rope.dimension_sections"  # of a head, by time, height and width, w
 
 
 class Qwen35Moe(Qwen3Next):
-    """Qwen3.5 and 3.6, whose file counts the heads of values through the heads of keys first."""
+    """Qwen3.5 and 3.6: the file has one value head of each key head, then the next of each."""
 
     name = "qwen35moe"
     model_type = "qwen3_5_moe_text"
@@ -134,18 +139,21 @@ class Qwen35Moe(Qwen3Next):
         heads = heads_of(config)
         num_keys = 2 * heads.keys * heads.key
 
+        # rows [values, keys, size] in the file <-> [keys, values, size]
         def read(rows: Tensor, size: int = heads.value) -> Tensor:
             return rows.unflatten(0, (heads.values, heads.keys, size)).transpose(0, 1).flatten(0, 2)
 
         def write(rows: Tensor, size: int = heads.value) -> Tensor:
             return rows.unflatten(0, (heads.keys, heads.values, size)).transpose(0, 1).flatten(0, 2)
 
+        # the same behind the rows of q and k, which are not rearranged
         def read_behind_keys(rows: Tensor) -> Tensor:
             return torch.cat((rows[:num_keys], read(rows[num_keys:])))
 
         def write_behind_keys(rows: Tensor) -> Tensor:
             return torch.cat((rows[:num_keys], write(rows[num_keys:])))
 
+        # tensors with one number for each value head
         def ones(part: str, has_rows: bool = True) -> TensorTransform:
             return one(part, lambda w: read(w, 1), lambda w: write(w, 1), has_rows)
 
