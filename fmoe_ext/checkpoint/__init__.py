@@ -1,4 +1,4 @@
-"""Checkpoints that follow the model: saved in one parallel layout, loaded in any other, converted to other formats.
+"""Save a model in one parallel layout and load it in any other; convert checkpoints from and to other formats.
 
     from fmoe_ext import checkpoint
 

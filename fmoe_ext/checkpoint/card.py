@@ -1,6 +1,6 @@
-"""A model card, README.md as the Hugging Face hub reads it: what a folder was made from, how, and what was measured.
+"""Write a model card, README.md as the Hugging Face hub reads it: what a folder was made from, how, what was measured.
 
-Its head is YAML between two lines of dashes. Texts and lists of JSON are YAML too, so that no package is needed.
+Its head is YAML between two lines of dashes. JSON's texts and lists are YAML, too, so no package is needed.
 """
 
 import json
@@ -17,18 +17,18 @@ _NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def hub_name(model: str | Path | None) -> str | None:
-    """Return the name of a model on the hub, of a path in its cache or of the name itself; None for other folders."""
+    """Return a model's name on the hub, from a path in the hub's cache or the name itself; None for other folders."""
     if model is None:
         return None
     if cached := _IN_CACHE.search(Path(model).absolute().as_posix() + "/"):
         return f"{cached[1]}/{cached[2]}"
     text = str(model)
-    # a name alone may be a folder here: then it is none of the hub
+    # what exists here is a folder, even if it could be a name on the hub
     return text if isinstance(model, str) and _NAME.fullmatch(text) and not Path(text).exists() else None
 
 
 def shown(model: str | Path | None) -> str:
-    """Return the name of a model in a card: on the hub, or of its folder alone, which says nothing of the machine."""
+    """Return a model's name for a card: on the hub, or its folder's without the path, which tells of the machine."""
     return "not known" if model is None else hub_name(model) or Path(model).name
 
 
@@ -78,7 +78,7 @@ def render_card(
 
 
 def write_card(folder: Path, text: str, kept: Path | None = None) -> None:
-    """Write a card into a folder, or leave it out where that folder, or `kept`, which it will replace, has one."""
+    """Write a card into a folder, unless it has one, or `kept` has, the folder that it will replace."""
     if not any((place / _CARD).exists() for place in (folder, kept) if place is not None):
         with atomic_file(folder / _CARD) as file:
             file.write(text.encode())

@@ -1,4 +1,7 @@
-"""Any checkpoint to any other: what a path holds, its tensors in our layout, and how each format is written."""
+"""Convert a checkpoint of any format into any other, by way of our layout: read(), then write().
+
+`fmoe checkpoint` (cli.py) is the caller. Tensors are StoredTensors, so one is in memory at a time.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -27,11 +30,11 @@ class Checkpoint:
 
     format: str
     tensors: dict[str, StoredTensor]  # the model's, in our layout
-    files: list[Path]  # of which it consists
+    files: list[Path]  # all that belong to it
     step: int = 0
     manifest: Manifest | None = None  # of one of ours
-    routing: dict[str, Any] = field(default_factory=dict)  # {layer: what its gate computes}, where it says so
-    left_out: list[str] = field(default_factory=list)  # what of it was not read
+    routing: dict[str, Any] = field(default_factory=dict)  # {layer: what its gate computes}, if said
+    left_out: list[str] = field(default_factory=list)  # names of what was not read
 
     def verify(self, progress: Callable[[int], Any] | None = None) -> int:
         """Check the checksums -> how many of the files have one."""
@@ -58,7 +61,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
     if deepspeed.is_deepspeed(path):
         return Checkpoint("deepspeed", *deepspeed.read_deepspeed(path, mp_rank, trust))
-    # A folder of ours is one whatever else lies in it; only then the other formats are tried
+    # A folder with a checkpoint of ours is read as that, whatever else lies in it
     ours = store.has_checkpoint(path)
     if not ours and (folder := ModelFolder(path)).paths:
         tensors, converted = huggingface.read_model(folder)
@@ -108,6 +111,7 @@ def write(
             "Name another folder"
         )
 
+    # Report progress as tensors are read
     def counting(read: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
         def read_and_count(*rows: int) -> torch.Tensor:
             value = read(*rows)
@@ -127,7 +131,7 @@ def write(
             f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's own names, in a model whose "
             f"attention has Megatron's names too, are not converted to {format}: `--to fmoe_ext` gives them ours"
         )
-    if of_megatron and format != "safetensors":  # which keeps the names
+    if of_megatron and format != "safetensors":  # safetensors keeps the names
         tensors = megatron.from_megatron_core(tensors)
     if format == "safetensors":
         write_safetensors(path, tensors, model_metadata(tensors, checkpoint.routing))

@@ -1,4 +1,8 @@
-"""CheckpointError, and how all ranks come to raise the same one."""
+"""CheckpointError, and together(), by which all ranks raise the same one.
+
+A rank that raised alone would leave the others waiting in the next collective call. So everything that may fail runs in
+`with together(...)`: the ranks exchange what failed, and all of them raise or none.
+"""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -15,7 +19,7 @@ class CheckpointError(RuntimeError):
 
 
 def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
-    """Return the value of every rank, in their order; [value] without process group. Collective."""
+    """Return the value of every rank, in the order of ranks; [value] without process group. Collective."""
     if not dist.is_initialized():
         return [value]
     values: list[Any] = [None] * dist.get_world_size(group)
@@ -28,7 +32,7 @@ def gather(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
 
 @contextmanager
 def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[None]:
-    """Run the body on every rank; where it fails on any, all raise CheckpointError with what each of them says."""
+    """Run the body on every rank; if it fails on any, all raise CheckpointError with the texts of all. Collective."""
     failure: BaseException | None = None
     try:
         yield
@@ -45,7 +49,7 @@ def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[No
 
 
 def text_of(error: BaseException) -> str:
-    """Text of an error, the same on all ranks."""
+    """Return the text of an error, the same on all ranks."""
     if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint: each rank's, in any of them
         return "; ".join(
             f"rank {rank}: {text_of(cause)}" for rank, (cause, _) in sorted(error.failures.items())

@@ -1,4 +1,4 @@
-"""Tensors of a folder that Transformers does not load: heads for the tokens after the next (MTP), and others.
+"""Find the tensors of a folder that Transformers does not load: heads for the tokens after the next (MTP), and others.
 
 Heads lie in layers behind the last one (DeepSeek-V3, GLM-4.5), or under `mtp` (Qwen3-Next, MiMo, Mellum). A model in
 memory does not have them; generate(use_mtp=True) reads them from the folder again. So every writer of a folder copies
@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-# Keys of configurations for their number
+# Keys of configurations for the number of heads
 NUMBERS_OF_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _HEAD = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
@@ -23,7 +23,7 @@ def heads_in(names: Iterable[str], config: Any) -> list[str]:
 
 
 def worded(names: Iterable[str], config: Any) -> str:
-    """Name tensors by the layers of heads that they are of, and the first three others, for a message."""
+    """Write for a message how many of the tensors are in which head, and the first three other names."""
     names = sorted(names)
     heads = {*heads_in(names, config)}
     layers = Counter(re.sub(r"(.*\blayers\.\d+)\..*|(.*\bmtp(?:_\w+)?)\..*", r"\1\2", name) for name in heads)

@@ -1,4 +1,4 @@
-"""Models in the formats that other programs read: export() and import_model(). docs/formats.md has the table."""
+"""Read and write models in the formats of other programs: import_model() and export(); see docs/formats.md."""
 
 from fmoe_ext.formats.imports import import_model
 from fmoe_ext.formats.writing import check_export, export

@@ -1,9 +1,9 @@
-"""Importance of each input of a weight in a text: its mean square, by which scales of packed weights are chosen.
+"""Measure how much each input of a weight matters in a text, so that scales of packed weights can be chosen by it.
 
-An error d of a weight's row changes an output by x d, so the mean of its square over a text is d E[x x^T] d. Here the
-diagonal of E[x x^T] stands for all of it, as in llama.cpp's importance matrix: a number for each input. The model is
-streamed over the text, a layer in memory; hooks see the inputs of linear layers and experts, and compute what lies
-between an expert's two products from its weight once more.
+An error d of a weight's row changes an output by x d, so the mean of its square over a text is d E[x x^T] d. The
+diagonal of E[x x^T], the mean square of each input, stands for all of it, as in llama.cpp's importance matrix: one
+number for each input. The model is streamed over the text with a layer in memory. Hooks see the inputs of linear layers
+and of experts; an expert's second weight has inputs that no hook sees, so the hook computes its first product again.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from fmoe_ext.finetune.streaming import stream
 from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.model_files import FolderModel, experts_modules
 
-# An expert that few tokens chose takes the others' inputs for as many more
+# Each expert's sums get the mean inputs of all experts this many times, for experts that few tokens chose
 _PRIOR_TOKENS = 16
 
 
@@ -33,13 +33,13 @@ def measure(
     batches: tuple[Tensor, ...],
     memory: int | str,
 ) -> dict[str, Tensor]:
-    """Compute {parameter: mean squares of its inputs}, float32 [in] of linear layers and [E, in] of experts.
+    """Compute {parameter: mean squares of its inputs}, float32 [in] for linear layers and [E, in] for experts.
 
     linear: {parameter: layer} and weights: {parameter: values of all experts} to measure. batches: ids [B, L].
     """
     model = stream(files, memory)
-    sums: dict[str, Tensor] = {}  # float64
-    counts: dict[str, Tensor | float] = {}
+    sums: dict[str, Tensor] = {}  # of squares, float64 [in] or [E, in]
+    counts: dict[str, Tensor | float] = {}  # of rows; [E, 1] for experts
 
     def add(parameter: str, squares: Tensor, count: Tensor | float) -> None:
         sums[parameter] = sums.get(parameter, 0) + squares
@@ -62,7 +62,7 @@ def measure(
             squares: dict[str, list[Tensor]] = {up: [], down: []}
             count = torch.zeros(E, 1, dtype=torch.float64, device=x.device)
             for e in range(E):
-                rows = x[(topk_idx == e).any(-1)]
+                rows = x[(topk_idx == e).any(-1)]  # tokens that chose it [rows, in]
                 count[e] = len(rows)
                 w = weights[up].rows(e, e + 1)[0].to(x.dtype)
                 h = rows @ (w if experts.is_transposed else w.mT)  # [rows, 2H or H]
@@ -88,6 +88,7 @@ def measure(
         model(input_ids=batch, use_cache=False)
     for hook in hooks:
         hook.remove()
+    # Means
     found = {}
     for parameter, squares in sums.items():
         count = counts[parameter]

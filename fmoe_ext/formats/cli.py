@@ -1,4 +1,4 @@
-"""`fmoe export FOLDER`: a float model in packed weights, for llama.cpp or Transformers (docs/formats.md)."""
+"""Write a float model in packed weights, for llama.cpp or Transformers: `fmoe export FOLDER` (docs/formats.md)."""
 
 import argparse
 import sys
@@ -12,7 +12,7 @@ from fmoe_ext.formats.quantized import TARGETS, TYPES, export_quantized
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """0: written; 2: could not be done."""
+    """Run the command; return 0 once the model is written, or exit with an error."""
     parser = argparse.ArgumentParser(
         prog="fmoe export",
         description="Writes a float model in packed weights, an expert in memory at a time.",

@@ -1,12 +1,12 @@
-"""GGUF, the file of llama.cpp: its metadata and a model's configuration, its tensors and those of Transformers.
+"""Read and write GGUF, the file of llama.cpp, as models of Transformers.
 
-    file = open_gguf(path)                   the header, read with nothing taken on trust
-    config = config_of(file)                 what Transformers computes; check(file, config) of any other configuration
+    file = open_gguf(path)                   the header; nothing in it is believed
+    config = config_of(file)                 the Transformers configuration; check(file, config) compares any other
     gguf_layers(file)                        the experts of each layer as byte ranges
     outside_experts(file, config, shapes)    every other tensor, under Transformers' names
 
-An architecture of llama.cpp is a class in architectures/; architecture.py says what one is, metadata.py compares files,
-writing.py writes them.
+An architecture of llama.cpp is a class in architectures/, and architecture.py says what one is. metadata.py compares
+files with configurations, vocabulary.py translates tokenizers, writing.py writes files.
 """
 
 from fmoe_ext.gguf.file import open_gguf

@@ -1,7 +1,9 @@
-"""Blocks of GGUF as tensors of frozen.Quantized: as they lie, or with codes and scales apart.
+"""Convert GGUF's blocks to the tensors of frozen.Quantized and back.
 
-In a block of MXFP4 and NVFP4 the low nibbles are the first half of the values, the high nibbles the second. Their
-tables have twice the values and half the scales of the formats with these names, so the products are the same.
+Most types stay as they lie: operators read their blocks. MXFP4 and NVFP4 have operators for other layouts, so codes and
+scales are taken apart, and the codes reordered: a block of GGUF has the first half of the values in low nibbles and the
+second half in high nibbles, where the operators have neighbours in a byte. GGUF's tables have twice the values and half
+the scales of the formats with these names, so the products are the same.
 """
 
 from collections.abc import Callable, Mapping
@@ -18,7 +20,8 @@ Piece: TypeAlias = Callable[[torch.Tensor], torch.Tensor]  # uint8 [rows, bytes]
 
 
 def _in_turn(halves: torch.Tensor) -> torch.Tensor:
-    """Rearrange bytes [..., 2n], low nibbles first, -> [..., 2n] of neighbours, the low nibble first."""
+    """Rearrange bytes [..., 2n] to bytes of two neighbours: first the low nibbles in pairs, then the high ones."""
+    # two bytes as a 16-bit number: nibbles l0 h0 l1 h1 from the lowest -> bytes (l0, l1) and (h0, h1)
     pairs = halves.contiguous().view(torch.int16)
     low, high = pairs & 15 | pairs >> 4 & 240, pairs >> 4 & 15 | pairs >> 8 & 240
     return torch.cat((low, high), -1).to(torch.uint8)
@@ -49,12 +52,12 @@ SCALED = "nvfp4"  # the type whose tensors may have a factor each, or one for ea
 
 
 def factors(factor: torch.Tensor, rows: int) -> torch.Tensor:
-    """Make the `zero` [rows, 2] of NVFP4 with a factor, float32 of one element."""
+    """Make NVFP4's `zero` [rows, 2], a factor and a divisor of 1 for each row, from a factor of one element."""
     return torch.stack((factor.flatten(), torch.ones(1, device=factor.device)), -1).expand(rows, 2)
 
 
 def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen.Quantized:
-    """Make a matrix uint8 [rows, bytes] a weight of one expert. factor: of NVFP4, 1 if None."""
+    """Make a weight of one expert from a matrix of blocks, uint8 [rows, bytes]. factor: NVFP4's; None for 1."""
     tensors = {name: piece(rows)[None].contiguous() for name, piece in PIECES[kind].items()}
     if kind == SCALED:
         factor = torch.ones(1, device=rows.device) if factor is None else factor
@@ -63,14 +66,14 @@ def packed(kind: str, rows: torch.Tensor, factor: torch.Tensor | None) -> frozen
 
 
 def rows_of(weight: frozen.Quantized) -> torch.Tensor:
-    """Make a weight of `packed()`, of any number of experts, rows uint8 [E, out, bytes] of a file again.
+    """Undo packed(), for any number of experts -> rows of blocks, uint8 [E, out, bytes].
 
-    Factors of NVFP4 are not in the rows: a file has them in a tensor of their own.
+    NVFP4's factors are not in the rows: a file has them in a tensor of their own.
     """
     if weight.scale is None:
         return weight.data
     scale = weight.scale.view(torch.uint8)
-    # blocks of a file: 4 scales and 4 * 16 values of NVFP4, one scale and 32 values of MXFP4
+    # a block in the file has 4 scales and 4 * 16 values (NVFP4), or one scale and 32 values (MXFP4)
     scale = scale.unflatten(-1, (-1, 4 if weight.format == SCALED else 1))
     halves = nibbles(weight.data.flatten(2)).unflatten(-1, (*scale.shape[2:], 2, -1))
     data = (halves[..., 0, :] | halves[..., 1, :] << 4).flatten(3)

@@ -1,4 +1,4 @@
-"""Architectures some of whose layers are no attention: their heads of keys are 0 there. Mamba-2's tensors."""
+"""What architectures share whose layers are not all attention: a file says 0 key heads for the others; Mamba-2."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ KEY_HEADS = "attention.head_count_kv"
 
 
 def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
-    """Return layer_types of a file, `recurrent` where it has no heads of keys; CheckpointError for too few entries."""
+    """Return a file's layer_types, `recurrent` for layers without key heads; CheckpointError for too few entries."""
     heads = fields.get(KEY_HEADS)
     heads = heads if isinstance(heads, list) else [heads] * num_layers
     if len(heads) < num_layers:
@@ -19,12 +19,12 @@ def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
 
 
 def heads_of(config: Any) -> list[int]:
-    """Return the heads of keys of each layer."""
+    """Return the number of key heads of each layer, 0 for layers without attention."""
     return [config.num_key_value_heads if kind == "full_attention" else 0 for kind in config.layer_types]
 
 
 def one_number(name: str, values: Values) -> Values:
-    """Make num_key_value_heads of the heads of each layer; CheckpointError for layers of attention that differ."""
+    """Make num_key_value_heads one number from a list for all layers; CheckpointError if attention layers differ."""
     key, said, num_layers = f"{name}.{KEY_HEADS}", values["num_key_value_heads"], values["num_hidden_layers"]
     found = said if isinstance(said, list) else [said]
     if any(type(heads) is not int for heads in found):
@@ -37,7 +37,7 @@ def one_number(name: str, values: Values) -> Values:
 
 
 def head_size(name: str, inner: Any, heads: Any) -> int:
-    """Divide ssm.inner_size by the heads; CheckpointError where that is no whole number."""
+    """Divide ssm.inner_size by the number of heads; CheckpointError if that is no whole number."""
     if any(type(n) is not int or n < 1 for n in (inner, heads)) or inner % heads:
         raise CheckpointError(
             f"{name}.ssm.inner_size is {inner!r}, no multiple of ssm.time_step_rank {heads!r}"
@@ -46,7 +46,7 @@ def head_size(name: str, inner: Any, heads: Any) -> int:
 
 
 def of_mamba(prefix: str, num_groups: int) -> dict[str, TensorTransform]:
-    """Return the transforms of a Mamba-2 layer. num_groups: each with a norm of its own."""
+    """Return the transforms of a Mamba-2 layer. num_groups: groups of its norm, rows of ssm_norm in the file."""
     return {
         f"{prefix}conv1d.weight": convolution("ssm_conv1d.weight"),
         f"{prefix}dt_bias": renamed("ssm_dt.bias"),

@@ -1,4 +1,7 @@
-"""rope.scaling.* of a file and rope_parameters of Transformers: linear scaling and YaRN."""
+"""Translate between a file's rope.scaling.* keys and Transformers' rope_parameters: linear scaling and YaRN.
+
+A key that is not translated is an error, so that no scaling is lost in silence.
+"""
 
 import math
 from collections.abc import Callable, Mapping
@@ -27,13 +30,13 @@ def rope_of(config: Any) -> Mapping[str, Any]:
 
 
 def shortened(value: Any) -> str:
-    """Write a value for an error."""
+    """Return a value's text for an error, 60 characters of it."""
     text = repr(value)
     return text if len(text) <= 60 else f"{text[:60]}..."
 
 
 def yarn_factor(factor: float) -> float:
-    """Return the factor of attention that llama.cpp computes of the factor of positions."""
+    """Return the factor of attention that llama.cpp derives from YaRN's factor of positions."""
     return 1 + 0.1 * math.log(factor)
 
 
@@ -43,11 +46,12 @@ def rope_parameters(
     context: int,
     attention_of: Callable[[dict[str, Any], float], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Read rope_type and its parameters from the keys of an architecture; empty where the file says nothing.
+    """Read rope_type and its parameters from the keys of an architecture; {} if the file has none.
 
-    attention_of: of a dict of what the keys say, from which it takes what it uses, and the factor of positions,
-    YaRN's parameters for the attention.
+    context: the model's longest. attention_of(said, factor): return YaRN's parameters for the scale of attention, and
+    remove the keys that it used from `said`.
     """
+    # Each step removes what it used from `said`; what is left is an error
     begin = f"{name}.{SCALING}"
     said = {key.removeprefix(SCALING): value for key, value in fields.items() if key.startswith(SCALING)}
     said.pop("finetuned", None)
@@ -79,7 +83,8 @@ def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
     said = {name: value for name, value in rope_of(config).items() if value is not None}
     if said.get("rope_type") != "yarn" or {"mscale", "mscale_all_dim"} & said.keys():
         return said
-    if rounds_yarn and not said.get("truncate", True):  # then the model is another one
+    # llama.cpp rounds the bounds of YaRN's ramp: without rounding the model is another one, and nothing is filled in
+    if rounds_yarn and not said.get("truncate", True):
         return said
     defaults = {
         "beta_fast": 32,
@@ -91,7 +96,7 @@ def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
 
 
 def yarn_fields(config: Any) -> dict[str, Any]:
-    """Return the metadata of YaRN, whose factor of the attention is the usual one."""
+    """Return the metadata of YaRN with the usual factor of attention, which llama.cpp derives itself."""
     said = config.rope_parameters
     context = said.get("original_max_position_embeddings") or config.max_position_embeddings
     return {

@@ -1,4 +1,4 @@
-"""Tensors of Transformers as parts of a GGUF file: the names there, and the way to them and back."""
+"""Describe how tensors of Transformers become tensors of a GGUF file, and back: names and functions for both ways."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -11,21 +11,21 @@ _BIASES = tuple(f"ffn_{role}_exps.bias" for role in ("gate", "up", "down"))
 
 
 class TensorTransform(NamedTuple):
-    """A tensor of Transformers as one or more tensors of a file."""
+    """How one tensor of Transformers is one or more tensors of a file."""
 
-    parts: tuple[str, ...]  # names in the file, of a layer without blk.N.
+    parts: tuple[str, ...]  # names in the file, those of a layer without blk.N.
     read: Callable[..., Tensor]  # parts -> tensor
     write: Callable[[Tensor], tuple[Tensor, ...]]  # tensor -> parts
-    has_rows: bool = False  # both only move rows, so that packed rows stay packed
+    has_rows: bool = False  # both only move whole rows, so packed rows can stay packed
 
 
 def one(part: str, read: Any, write: Any, has_rows: bool = False) -> TensorTransform:
-    """Describe a tensor that is one in the file, with other values or another shape."""
+    """Describe a tensor that is one tensor in the file, too, with other values or another shape."""
     return TensorTransform((part,), read, lambda w: (write(w),), has_rows)
 
 
 def renamed(part: str) -> TensorTransform:
-    """Describe a tensor that is in the file as it is."""
+    """Describe a tensor that the file has as it is, under another name."""
     return one(part, lambda w: w, lambda w: w, True)
 
 
@@ -55,26 +55,26 @@ def convolution(part: str) -> TensorTransform:
 
 
 def log(a: Tensor) -> Tensor:
-    """Return A_log of the decays that a file has."""
+    """Return A_log from the decays -exp(A_log) that a file has."""
     return (-a).log()
 
 
 def exp(a: Tensor) -> Tensor:
-    """Return the decays that a file has of A_log."""
+    """Return the decays -exp(A_log), which a file has; computed in float64, rounded once."""
     return -a.double().exp().to(a.dtype)
 
 
 def halves(first: str, second: str, dim: int = 0) -> TensorTransform:
-    """Describe two tensors of a file that are one in Transformers."""
+    """Describe two tensors of a file that Transformers has joined along dim."""
     return TensorTransform(
         (first, second), lambda *parts: torch.cat(parts, dim), lambda w: w.chunk(2, dim), dim == 0
     )
 
 
 def of_experts(prefix: str, gated: bool, interleaved: bool) -> dict[str, TensorTransform]:
-    """Return the transforms of stacked experts: gate and up apart in the file.
+    """Return the transforms of stacked experts, whose gate and up are apart in the file.
 
-    interleaved: gate and up take turns in the columns of [E, in, out] (GPT-OSS), with biases [E, out].
+    interleaved: Transformers has [E, in, out] with columns gate, up, gate, up, ..., and biases [E, out] (GPT-OSS).
     """
     gate, up, down = _WEIGHTS
     if not gated:

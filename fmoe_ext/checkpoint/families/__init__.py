@@ -1,7 +1,7 @@
-"""The Hugging Face MoE families that are known, found by being here: FAMILIES of each file.
+"""Collect the known Hugging Face MoE families: FAMILIES of every file in this folder.
 
 A file has one kind of MoE layer and the model types that are variants of it; plain.py has those that need no code of
-their own. docs/formats.md has the table.
+their own, family.py says what a family is, and refused.py has types that are not read. docs/formats.md has the table.
 """
 
 import importlib
@@ -36,7 +36,7 @@ _KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family 
 
 
 def names_of(field: str) -> list[Any]:
-    """Return every value that a field has in a known layout, "" and None aside."""
+    """Return every value that a field has in a known layout, except "" and None."""
     return sorted({getattr(layout, field) for layout in _KNOWN} - {"", None})
 
 

@@ -8,7 +8,11 @@ _GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
 
 
 def _read(values: Values) -> Values:
-    """Softmax is over the chosen logits, so that its weights have the sum 1 in any case."""
+    """Resolve the gate and the scale of the output.
+
+    Softmax is over the chosen logits only, so its weights always sum to 1. "average" is the mean of the shared and
+    the routed experts' outputs: a scale of 0.5.
+    """
     averages = values.get("num_shared_experts") and values["shared_expert_combination_strategy"] == "average"
     gate = _GATES[values["expert_selection_fn"]]
     normalize = values["norm_topk_prob"] if gate == "SigmoidGate" else True

@@ -11,7 +11,7 @@ from fmoe_ext.checkpoint.families.family import (
 
 
 def _read(values: Values) -> Values:
-    """Leave out the groups that the greedy method does not use."""
+    """Set groups to one, unless topk_method uses them: "greedy" ignores them."""
     greedy = values.get("topk_method", "greedy") == "greedy"
     return {**values, "n_group": 1, "topk_group": 1} if greedy else values
 

@@ -1,10 +1,14 @@
-"""Facts about one Hugging Face MoE model type: plain data, read by import, export and checkpoints.
+"""Describe a Hugging Face MoE model type as data (Family, Layout), for import, export and checkpoints.
 
-A family says where the tensors of its MoE layers are (Layout: once as its files have them, once as Transformers'
-modules do) and what config.json calls the facts of a layer: num_experts, d_hidden, top_k, shared (hidden units of the
-shared experts), num_shared (the same divided by d_hidden), and the options of gates and activations. What config.json
-cannot change is `fixed`, what our layers do not compute `unsupported`. Code is only where a family has a rule: which
-layers may be dense, special cases of its configuration.
+A family says where the tensors of its MoE layers are, once as its files have them and once as Transformers' modules do
+(Layout), and what config.json calls the facts of a layer:
+
+    num_experts, d_hidden, top_k     of the experts
+    shared, num_shared               hidden units of the shared experts; the same divided by d_hidden
+    normalize, scale, num_groups, ...    options of gates and activations
+
+What config.json cannot change is `fixed`, what our layers do not compute is `unsupported`. A family has code only for a
+rule: which layers may be dense, special cases of its configuration. To add one, write a file with FAMILIES beside this.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,17 +34,17 @@ UNGATED = PLAIN_ACTIVATIONS
 
 @dataclass(frozen=True)
 class Layout:
-    """Names and shapes of an MoE layer's tensors; "" is what the layout has no place for."""
+    """Names and shapes of an MoE layer's tensors; "" or None: the layout has no such tensor."""
 
     block: str = "mlp"  # name of the layer
     gate: str = "gate"  # name of its gate
-    expert_bias: str = ""  # bias of the choices
-    bias_is_row: bool = False  # it is [1, E]
-    no_bias: bool = False  # there is none, so that one of zeros is left out
+    expert_bias: str = ""  # bias that is added to scores when experts are chosen (load balancing)
+    bias_is_row: bool = False  # it is [1, E], not [E]
+    no_bias: bool = False  # it has none; our gate's is left out if it is zero
     # [E, 2H, D] gate before up, [E, D, H]
     experts: tuple[str, str] = ("experts.gate_up_proj", "experts.down_proj")
     per_expert: tuple[str, str, str] | None = None  # gate, up, down of experts.<e> instead
-    interleaved: bool = False  # [E, D, 2H] with gate and up in turn and [E, H, D], with biases (GPT-OSS)
+    interleaved: bool = False  # [E, D, 2H], columns gate, up, gate, up, ..., and [E, H, D], biases (GPT-OSS)
     transposed: bool = False  # [E, D, 2H], gate before up, and [E, H, D]
     gated: bool = True  # False for experts of up [E, H, D] and down alone
     shared: str = ""  # prefix of the shared experts
@@ -48,10 +52,10 @@ class Layout:
         PROJECTIONS  # of their weights: two where gate and up are one, or there is no gate
     )
     shared_gate: str = ""
-    latent: tuple[str, str] | None = None  # projections before and behind the experts
+    latent: tuple[str, str] | None = None  # projections to a narrower width before the experts, and back
     gate_scales: tuple[str, str] | None = None  # factors of NormedGate for its inputs and for its experts
-    place: str = ""  # name of our layer where the tensors are a decoder layer's, which has other parts too
-    table: str = ""  # experts of each token of the vocabulary, in layers that have one instead of expert_bias
+    place: str = ""  # where a decoder layer itself has router and experts: the name that our layer gets in it
+    table: str = ""  # experts of each token of the vocabulary, in layers that have it in place of expert_bias
 
     @property
     def turned(self) -> bool:
@@ -59,8 +63,11 @@ class Layout:
         return self.interleaved or self.transposed
 
 
+# Rules for Family.layers: what config.json says about which layers are MoE and which are dense
+
+
 def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
-    """Say nothing in config.json, whose layers are all MoE; CheckpointError for others."""
+    """Say nothing, because all layers must be MoE; CheckpointError for others."""
     if dense:
         raise CheckpointError(
             f"every layer of {name} is MoE, but here layers {', '.join(map(str, dense))} are dense: fmoefy all"
@@ -69,14 +76,14 @@ def every_layer(name: str, moe: Numbers, dense: Numbers) -> Values:
 
 
 def first_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
-    """Count the dense layers, which come first; CheckpointError for others."""
+    """Say the number of dense layers, which must come first; CheckpointError for others."""
     if dense != tuple(range(len(dense))):
         raise CheckpointError(f"{name} has its dense layers first, but here they are {dense}")
     return {"first_k_dense_replace": len(dense)}
 
 
 def any_dense(name: str, moe: Numbers, dense: Numbers) -> Values:
-    """List the dense layers, which may be any."""
+    """List the dense layers, which may be anywhere."""
     return {"decoder_sparse_step": 1, "mlp_only_layers": list(dense)}
 
 
@@ -99,7 +106,7 @@ class Family:
     """One model type of Transformers."""
 
     name: str  # the model type
-    # model types whose layers, MLPs aside, compute the same from the same configuration
+    # model types whose layers, apart from the MLPs, compute the same from the same configuration
     holds: tuple[str, ...]
     files: Layout  # the tensors in its safetensors files
     config: Mapping[str, str]  # {fact of a layer: its key in config.json}
@@ -109,8 +116,8 @@ class Family:
     gates: tuple[str, ...] = SOFTMAX
     gate_bias: bool = False
     activations: tuple[str, ...] = UNCLAMPED
-    activation_key: str = "hidden_act"  # of config.json, "" where it is silu in any case
-    shared_activation: str = ""  # of the shared experts, where the others have another one
+    activation_key: str = "hidden_act"  # of config.json; "" if it is always silu
+    shared_activation: str = ""  # of the shared experts, if it is not that of the others
     fixed: Values = field(default_factory=dict)  # facts that config.json cannot change
     defaults: Values = field(default_factory=dict)  # {key that config.json may lack: its value}
     # {key of config.json: the only value that our layers compute}
@@ -123,21 +130,22 @@ class Family:
     read: Callable[[Values], Values] = lambda values: values
     fewest_shared: int = 1  # smallest number of shared experts
     norm: str = ""  # name of a norm at the end of the layer
-    returns_scores: bool = False  # the MLP returns a pair, of which the decoder layer ignores the second part
+    returns_scores: bool = False  # the MLP returns a pair; the decoder layer ignores the second part
 
     def variant(self, name: str, **changes: Any) -> "Family":
-        """Return another model type, whose MoE layers differ in the changes alone; it holds its own type."""
+        """Return another model type whose MoE layers differ in these fields only; it holds its own type."""
         return replace(self, **{"name": name, "holds": (name,), **changes})
 
     @property
     def in_modules(self) -> Layout:
-        """Return the tensors in Transformers' modules."""
+        """Return the layout of Transformers' modules."""
         if self.modules is not None:
             return self.modules
         return replace(self.files, block="mlp", per_expert=None)
 
     def facts_of(self, config: Values) -> dict[str, Any]:
-        """Return {fact: value} that the values of config.json say, and those that the family fixes."""
+        """Return {fact: value} from the values of config.json, and those that the family fixes."""
+        # a key that is null counts as missing
         said = self.read({**self.defaults, **{k: v for k, v in config.items() if v is not None}})
         added = {name: said[name] for name in ("gate", "output_scale") if name in said}  # by read()
         return (

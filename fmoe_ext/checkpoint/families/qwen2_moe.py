@@ -24,7 +24,7 @@ _FAMILY = Family(
     },
     defaults={"norm_topk_prob": False},
     layers=any_dense,
-    # of dense models Qwen2's alone have biases of queries, keys and values
+    # among the dense models only Qwen2's have biases of queries, keys and values
     extra=lambda values, facts: (
         {} if values["model_type"] == "qwen2_moe" else {"qkv_bias": values["model_type"] == "qwen2"}
     ),

@@ -1,7 +1,8 @@
-"""Quantization methods of published folders, a file each: names in the files, and the matrix of a layer.
+"""Read the quantization methods of published folders, a file each; kind_of(folder) finds the one that a folder has.
 
-Activations that a setting would round are not rounded here: scales of inputs and of the cache are left alone. A layout
-that no operator decodes as it lies is turned into one that an operator does, with the same values, or decoded.
+base.py explains what a method is. Only weights are packed here: settings that round activations or the cache change
+nothing, and their scales are left alone. A layout that no operator takes is rearranged into one that an operator takes,
+with the same values, or decoded.
 """
 
 from types import MappingProxyType
@@ -28,11 +29,11 @@ KINDS = MappingProxyType(
         "bitsandbytes": Bitsandbytes(),
     }
 )
-_MXFP4 = "mxfp4"  # of GPT-OSS, whose tensors are stacks: expert_layers.py
+_MXFP4 = "mxfp4"  # GPT-OSS's, whose tensors are stacks: expert_layers.py reads it
 
 
 def kind_of(base: ModelFolder) -> Kind | None:
-    """Return the kind that quantization_config names, None for plain weights and for MXFP4.
+    """Return the method that quantization_config names; None for plain weights and for MXFP4.
 
     Raises CheckpointError, by name, for methods that are not read and for settings that are not computed.
     """

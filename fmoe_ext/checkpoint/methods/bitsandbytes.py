@@ -1,7 +1,9 @@
-"""bitsandbytes' NF4, nested scales too.
+"""Read bitsandbytes' NF4, also with nested scales.
 
-The weight is flat: blocks of values follow each other across the ends of rows, and quant_state, JSON in a tensor of
-bytes, has its shape. Nested scales are in 8 bits themselves, by a table and a scale for each 256 of them.
+Tensors of a layer:
+    weight             uint8 [n, 1]: two values a byte. The matrix is flat: blocks cross the ends of rows
+    weight.absmax      a scale for each block of 64 values; nested: 8 bits, by a table and a scale for each 256 of them
+    weight.quant_state.bitsandbytes__nf4      JSON in a tensor of bytes: shape, size of blocks
 """
 
 import json
@@ -58,7 +60,7 @@ class Bitsandbytes(Kind):
                     f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, expected {dtype} [{size}] for "
                     f"[{rows}, {columns}] in blocks of {block}"
                 )
-        # one row of all blocks where blocks cross the ends of rows
+        # if blocks cross the ends of rows, the matrix is one row of blocks
         by_row = columns % block == 0
         turn = None if nested is None else _nested(base, stem, nested, of_nested, math.prod(scale.shape))
         pieces = {
@@ -71,7 +73,7 @@ class Bitsandbytes(Kind):
 
 
 def _nested(base: ModelFolder, stem: str, offset: float, block: int, num_scales: int) -> Turn:
-    """Turn absmax in 8 bits, uint8 [n], into float32; what it needs is a hundredth of it, and read here."""
+    """Make the Turn of nested scales, uint8 [n] -> float32; the table and scales that it needs are small: read now."""
     absmax, code = f"{stem}.weight.nested_absmax", f"{stem}.weight.nested_quant_map"
     values = []
     for name, size in ((absmax, -(-num_scales // 256)), (code, 256)):

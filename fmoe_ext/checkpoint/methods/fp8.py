@@ -1,4 +1,11 @@
-"""FP8 with a scale for each block, as DeepSeek-V3 has it, MXFP8, and the FP8 and FP4 of DeepSeek-V4."""
+"""Read FP8 with a scale for each block (DeepSeek-V3), MXFP8, and the FP8 and FP4 of DeepSeek-V4.
+
+    weight float8_e4m3fn [rows, columns]      weight_scale_inv, for blocks of 128 x 128 or what the settings say
+    weight int8 [rows, columns / 2]           two FP4 values a byte, and a scale for each 32 columns
+
+Scales are floats or exponents of 2 in a byte. Blocks of 128 x 128 and both Microscaling formats (MXFP4, MXFP8: an
+exponent for each 32 columns) have operators; other blocks are decoded.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +32,9 @@ from fmoe_ext.checkpoint.methods.base import (
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
-FP8_BLOCK = 128  # of the operators
-MX_BLOCK = 32
-EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)
+FP8_BLOCK = 128  # rows and columns of the only block that the operators have
+MX_BLOCK = 32  # columns of an exponent in OCP's Microscaling formats
+EXPONENTS = (torch.uint8, torch.float8_e8m0fnu)  # dtypes of exponents
 _SCALES = (torch.float32, torch.bfloat16, *EXPONENTS)
 
 
@@ -71,7 +78,7 @@ class Fp8(Kind):
         block = _block(base, scale_name, (rows, columns))
         if is_mxfp8(scale, rows, columns):
             return mxfp8(name, scale_name, rows, columns)
-        if block != (FP8_BLOCK, FP8_BLOCK):  # which the operator has alone
+        if block != (FP8_BLOCK, FP8_BLOCK):  # no operator has others
             return Decoded("fp8", (rows, columns), (name, scale_name), fp8_values(*block))
         grid = (scale.shape[0], scale.shape[1])
         of_scale = Piece(scale_name, grid, scale.dtype)
@@ -83,13 +90,13 @@ class Fp8(Kind):
 
 
 class DeepseekV4(Fp8):
-    """The same with another name of the scale; its experts are FP4."""
+    """FP8 whose scales have another name; its experts are FP4."""
 
     scale = ".scale"
 
 
 def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, int]:
-    """Find rows and columns of the block of a matrix that an entry of its scale is for."""
+    """Find (rows, columns) of the block that an entry of a matrix's scale is for, by the shape of the scale."""
     scale = base.tensors[name]
     said = tuple(base.quantization.get("weight_block_size") or ())
     known = [said] if said else [(FP8_BLOCK, FP8_BLOCK), (1, shape[1]), shape]
@@ -97,7 +104,7 @@ def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, i
     for block in known:
         if len(block) == 2 and scale.shape == tuple(-(-n // m) for n, m in zip(shape, block, strict=True)):
             break
-    else:
+    else:  # one scale for the matrix
         block = shape
         if scale.shape not in ((), (1,)):
             blocks = [-(-n // m) for n, m in zip(shape, said or (FP8_BLOCK, FP8_BLOCK), strict=True)]
@@ -108,7 +115,7 @@ def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, i
 
 
 def fp8_values(rows: int, columns: int) -> Callable[[torch.Tensor, torch.Tensor], torch.Tensor]:
-    """Decode a matrix and its scale, one for each block of rows x columns."""
+    """Return the function that decodes a matrix with a scale for each block of rows x columns."""
 
     def values(data: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
         grid = (-(-data.shape[0] // rows), -(-data.shape[1] // columns))
@@ -118,12 +125,12 @@ def fp8_values(rows: int, columns: int) -> Callable[[torch.Tensor, torch.Tensor]
 
 
 def is_mxfp8(scale: StoredTensor, rows: int, columns: int) -> bool:
-    """True for exponents of blocks of 32 columns of a matrix in E4M3."""
+    """True if a scale has an exponent for each 32 columns of a matrix [rows, columns]."""
     return scale.dtype in EXPONENTS and columns % MX_BLOCK == 0 and scale.shape == (rows, columns // MX_BLOCK)
 
 
 def mxfp8(name: str, scale_name: str, rows: int, columns: int) -> Matrix:
-    """Describe the matrix of numbers in E4M3 and of their exponents, each a tensor of this name."""
+    """Describe the matrix of MXFP8; name and scale_name: the tensors of its E4M3 numbers and of its exponents."""
     pieces = {
         "data": Piece(name, (rows, columns), torch.float8_e4m3fn),
         "scale": Piece(scale_name, (rows, columns // MX_BLOCK), torch.uint8),

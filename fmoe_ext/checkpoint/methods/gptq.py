@@ -1,8 +1,11 @@
-"""GPTQ and AWQ with four bits, turned into int4 as compressed-tensors has it.
+"""Read GPTQ and AWQ with four bits, rearranged into int4 as the operators and compressed-tensors have it.
 
-Both store the transposed weight in words of 32 bits with eight values each, qweight, beside scales [groups, out] and
-zero points in words. GPTQ's words go down a column of [in, out], so that turning is a transposition. AWQ's go along a
-row, and the eight values in a word have an order of their own: they are taken apart and put together again.
+    int4    data int32 [out, in / 8]       scale [out, groups]     zero int32 [out / 8, groups]
+    GPTQ    qweight int32 [in / 8, out]    scales [groups, out]    qzeros int32 [groups, out / 8]
+    AWQ     qweight int32 [in, out / 8]    scales [groups, out]    qzeros int32 [groups, out / 8]
+
+A word of 32 bits has eight values. GPTQ's words go along `in`, as int4's do, so transposing is enough. AWQ's go along
+`out`, in an order of their own (_AWQ_ROWS): the values are taken out of their words and put into others.
 """
 
 from collections.abc import Callable
@@ -26,7 +29,7 @@ from fmoe_ext.checkpoint.methods.base import (
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
 _ONES = 0x11111111  # 1 in each of a word's eight values
-_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # row of each four bits of a word, the lowest first
+_AWQ_ROWS = (0, 2, 4, 6, 1, 3, 5, 7)  # which of 8 rows (outputs) each four bits of a word are, lowest first
 
 
 def _turned(
@@ -37,7 +40,7 @@ def _turned(
     words: Callable[[Array], Array],
     zeros: Callable[[Array], Array],
 ) -> Matrix:
-    """Describe the matrix of a qweight: int4 once data, scale and zero are turned."""
+    """Describe the matrix of a qweight as int4. words, zeros: rearrange qweight and qzeros of the file."""
     data, scale, zero = (f"{stem}.{leaf}" for leaf in ("qweight", "scales", "qzeros"))
     (groups, _), of_scale = stored(base, scale)
     if groups == 0 or columns % groups or columns // groups % 32:
@@ -89,15 +92,16 @@ class Gptq(Kind):
     def matrix(self, base: ModelFolder, stem: str) -> Matrix:
         (words, rows), _ = stored(base, f"{stem}.qweight")
         columns, config = 8 * words, base.quantization
-        is_first = _gptq_format(config) == "gptq"  # of this format zero points are less by 1
+        is_first = _gptq_format(config) == "gptq"  # has zero points less 1; gptq_v2 has them as they are
 
         def zeros(words: Array) -> Array:
-            # to whole words, as GPTQModel subtracted it
+            # added to whole words with their carries, because GPTQModel subtracted it from whole words
             return transposed(words) + np.uint32(_ONES if is_first else 0)
 
         found = _turned(base, stem, rows, columns, transposed, zeros)
         _, groups = found.pieces["scale"].shape
         name = f"{stem}.g_idx"
+        # Columns quantised in the order of their activations (act-order) have groups that are not side by side
         if name in base.tensors:
             order = base.tensors[name].read()
             expected = torch.arange(columns, dtype=order.dtype, device=order.device) // (columns // groups)
@@ -131,7 +135,7 @@ class Awq(Kind):
 
     def matrix(self, base: ModelFolder, stem: str) -> Matrix:
         def turn_words(words: Array) -> Array:
-            # along the rows [in, out / 8] -> along the columns [out, in / 8]
+            # words along `out` [in, out / 8] -> words along `in` [out, in / 8]
             num_columns, num_words = words.shape
             columns = words.reshape(-1, 8, num_words)
             out = np.zeros((8, num_columns // 8, num_words), np.uint32)

@@ -1,4 +1,10 @@
-"""NVIDIA's Model Optimizer: NVFP4, FP8 and MXFP8, each layer as its tensors say."""
+"""Read NVIDIA's Model Optimizer: NVFP4, FP8 and MXFP8; each layer's tensors say which it is.
+
+Tensors of a layer:
+    weight uint8                       NVFP4: weight_scale for each 16 columns, weight_scale_2 for the matrix
+    weight float8_e4m3fn               FP8: weight_scale for the matrix, for rows, or for blocks
+    the same with exponents            MXFP8
+"""
 
 from __future__ import annotations
 
@@ -56,6 +62,7 @@ class Modelopt(Kind):
             )
         if is_mxfp8(found, rows, width):
             return mxfp8(name, scale, rows, width)
+        # FP8: rows and columns of the block that an entry of the scale is for
         whole_rows, shape = (1, width), found.shape
         block = {(): (rows, width), (1,): (rows, width), (rows,): whole_rows, (rows, 1): whole_rows}.get(
             shape

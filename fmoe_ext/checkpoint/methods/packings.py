@@ -1,6 +1,6 @@
-"""Packings as folders are written in: the tensors of a linear layer, and the quantization_config that names them.
+"""Write packed folders: the tensors of a linear layer in each packing, and the quantization_config that names it.
 
-The other way round than the rest of this room, whose readers find the same values again.
+The other modules of this folder read published packings; they find the same values in what is written here.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fmoe_ext.frozen.formats.nf4 import NF4_CODE
 
 
 class Packing(NamedTuple):
-    """A packing of folders."""
+    """How a folder has weights of one format."""
 
     format: str  # a name in frozen.FORMATS
-    # packed [1, out, in] -> {what follows the layer's name}
+    # packed weight [1, out, in] -> {ending of the tensor's name: tensor}
     tensors: Callable[[Quantized], dict[str, torch.Tensor]]
-    config: Mapping[str, Any]  # quantization_config but for the layers that stay as they are
-    ignored: str  # its key for their names
-    fused: bool = False  # layers that a server joins need one factor: it takes the largest of theirs for all
+    config: Mapping[str, Any]  # quantization_config without the names of layers that stay as they are
+    ignored: str  # the key for these names
+    fused: bool = False  # layers that a server joins must share a factor: it takes the largest for all
 
     def quantization_config(self, plain: Iterable[str]) -> dict[str, Any]:
-        """Make quantization_config of a folder. plain: names of the linear layers that are not packed."""
+        """Make a folder's quantization_config. plain: names of the linear layers that are not packed."""
         return {**self.config, self.ignored: sorted(set(plain))}
 
 

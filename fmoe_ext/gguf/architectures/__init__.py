@@ -1,6 +1,6 @@
-"""The architectures of llama.cpp that are read and written: a class each, found by being in a file here.
+"""Collect the architectures of llama.cpp that are read and written: every Architecture class in a file here.
 
-A file has one class with its relatives; plain.py has those that differ by their keys alone.
+A file has one class and its relatives; plain.py has those that differ by their keys alone.
 """
 
 import importlib
@@ -17,6 +17,6 @@ _FOUND = tuple(
     for value in vars(module).values()
     if isinstance(value, type) and issubclass(value, Architecture) and value.__module__ == module.__name__
 )
-# Of several for one name in files, which stand in one file in this order, the first that accepts a file's keys reads
-# it, or the last
+# Several classes may have one name in files. Then they stand in one module, and the first that accepts a file's keys
+# reads it, or the last; sorted() keeps their order
 ARCHITECTURES: tuple[type[Architecture], ...] = tuple(sorted(_FOUND, key=lambda kind: kind.name))

@@ -1,4 +1,7 @@
-"""Granite 3 MoE, with a shared MLP or without, and Granite 4."""
+"""Granite 3 MoE, with a shared MLP or without, and Granite 4 (with Mamba-2 layers).
+
+Files of both kinds of Granite 3 are called granitemoe: the width of the shared MLP tells them apart (accepts()).
+"""
 
 import math
 from types import MappingProxyType
@@ -37,7 +40,7 @@ class GraniteMoe(Architecture):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
-        if values["attention_multiplier"] == 0:  # llama.cpp takes the usual one
+        if values["attention_multiplier"] == 0:  # "not used": llama.cpp takes the usual one
             values["attention_multiplier"] = values["head_dim"] ** -0.5
         return values
 
@@ -80,7 +83,7 @@ _MAMBA = MappingProxyType(
         "ssm.time_step_rank": "mamba_n_heads",
     }
 )
-_ROPE = "rope.scaling.finetuned"  # a switch for rotary embeddings here
+_ROPE = "rope.scaling.finetuned"  # Granite's files use this key as a switch for rotary embeddings
 
 
 class GraniteHybrid(GraniteMoeShared):

@@ -19,7 +19,7 @@ _MAMBA = MappingProxyType(
     }
 )
 _NORM = "attention.layer_norm_epsilon"
-_WIDTHS = "feed_forward_length"  # of each layer, 0 for those without experts
+_WIDTHS = "feed_forward_length"  # a list with an entry a layer, 0 for those without experts
 
 
 class NemotronHMoe(Architecture):
@@ -46,7 +46,7 @@ class NemotronHMoe(Architecture):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = one_number(self.name, super().config(fields, shapes, factors))
-        del values["intermediate_size"]  # the widths, which layer_types() reads
+        del values["intermediate_size"]  # the list _WIDTHS, which layer_types() reads
         inner, heads = values.pop("inner_size"), values.pop("mamba_num_heads")
         size = head_size(self.name, inner, heads)
         return {**values, "mamba_num_heads": heads, "mamba_head_dim": size}

@@ -1,4 +1,4 @@
-"""Architectures that differ from each other by their keys alone: no code of their own."""
+"""Architectures without code of their own: their keys alone tell them apart. architecture.py explains the fields."""
 
 from types import MappingProxyType
 
