@@ -77,11 +77,13 @@ class BaseExperts:
             up, down = (names.experts(f"{layer}.{name}") for name in (up_of(module), "down_proj"))
             if up is None or down is None:
                 continue
+            # Each role's tensor for every expert: gate and up apart in the files, or one
             roles: tuple[str, ...] = ("gate", "up")
             if len(up.names[0]) == 1:
                 roles = ("gate_up",) if module.has_gate else ("up",)
             columns = [*zip(*up.names, strict=True), *zip(*down.names, strict=True)]
             of_role = dict(zip((*roles, "down"), columns, strict=True))
+            # Order and orientation, of the module and of the files
             in_turn = module.has_gate and not getattr(module, "is_concatenated", True)
             shape = module.down_proj.shape[1:]
             d_model, d_hidden = reversed(shape) if module.is_transposed else shape
@@ -99,6 +101,7 @@ class BaseExperts:
                 if {prefix + gate_up, prefix + second} <= tensors.keys():
                     return _stacked(self.base, prefix + gate_up, prefix + second)
             for leaves in PER_EXPERT:
+                # experts are numbered from 0 without gaps
                 count = 0
                 while f"{prefix}experts.{count}.{leaves[0]}" in tensors:
                     count += 1

@@ -59,6 +59,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         raise CheckpointError(f"several paths are the files of FastMoE's ranks, but {folders[0]} is a folder")
     if len(paths) > 1 or (path.suffix in (".pt", ".pth") and path.is_file()):
         return Checkpoint("fastmoe", *fastmoe.read_files(all_paths, trust))
+    # DeepSpeed before ours: both have a file `latest`
     if deepspeed.is_deepspeed(path):
         return Checkpoint("deepspeed", *deepspeed.read_deepspeed(path, mp_rank, trust))
     # A folder with a checkpoint of ours is read as that, whatever else lies in it
@@ -67,6 +68,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
         tensors, converted = huggingface.read_model(folder)
         format = "huggingface" if converted else "safetensors"
         routing = noted_routing(folder.paths[0])
+        # A state dict does not say what gates compute: our files note it, Hugging Face's config.json says it
         if not routing and converted and (options := routing_of_config(folder.config)):
             if "output_scale" in options:
                 raise CheckpointError(
@@ -121,11 +123,12 @@ def write(
 
         return read_and_count
 
-    tensors = {
+    tensors = {  # without parts(): whole tensors or rows of them are read
         name: StoredTensor(t.shape, t.dtype, counting(t.read), counting(t.rows))
         for name, t in checkpoint.tensors.items()
     }
     of_megatron = megatron.expert_layers(tensors)
+    # Experts under Megatron's own names are kept by read(): give them ours, or refuse
     if of_megatron and format.startswith("hf-"):
         raise CheckpointError(
             f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's own names, in a model whose "

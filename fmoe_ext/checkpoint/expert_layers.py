@@ -59,6 +59,7 @@ def layer_of(
     packed = [joined for of_weight in found if (joined := _joinable(of_weight)) is not None]
     is_packed = len(packed) == len(weights) and not any(weight.interleaved for weight in weights)
     is_plain = all(m is None for matrices in found for of_expert in matrices for m in of_expert)
+    # {w1, w2: part}, or packed w1.data, w1.scale, w1.zero, w2.data, ...
     parts: dict[str, Part] = {}
     shapes: list[tuple[int, ...]] = []
     for i, (weight, matrices) in enumerate(zip(weights, found, strict=True)):
@@ -255,6 +256,7 @@ def _part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence
         at = 0  # in the expert's bytes of the buffer
         of_expert: list[Span] = []
         for name, tensor in zip(names[e], tensors, strict=True):
+            # all experts are slots of one tensor in the buffer, so each must be like the first
             if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
                 raise CheckpointError(
                     f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, unlike the first expert's"
@@ -299,6 +301,7 @@ def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
     parts: dict[str, Part] = {}
     used = set()
     shapes = []
+    # data and scales of w1, gate and up, and of w2, down
     for weight, stacked in zip(("w1", "w2"), MXFP4_STACKS, strict=True):
         blocks, scales = (f"{prefix}{stacked}_{kind}" for kind in ("blocks", "scales"))
         for name in (blocks, scales):
@@ -344,10 +347,12 @@ def outside_experts(
     for name, tensor in tensors.items():
         if name in used:
             continue
+        # `stem`: the layer whose packed data this would be
         stem = None if kind is None else kind.stem_of(name)
         if kind is not None and stem is not None and kind.has(base, stem):
             # a packed weight, under the name that a plain model has; its scales are left out
             found[kind.plain_name(name)] = read(kind.matrix(base, stem))
+        # scales and zero points, which matrix() has read with the weight
         elif kind is not None and kind.is_beside(name):
             continue
         elif tensor.dtype in FLOATS or (tensor.dtype in _INTEGERS and ".weight" not in name):

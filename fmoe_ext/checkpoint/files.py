@@ -7,7 +7,7 @@ atomic_file(), path_of_unfinished() and publish() therefore keep one order:
 
 Locks are flock()'s: the system releases them when the process ends, however it ends, so none is ever left behind. Some
 file systems have none (_try_lock() is None then). A lock's file is removed by its owner, perhaps just after another
-process has opened it: whoever gets a lock checks that the name still stands for the file that it holds (_is_still).
+process has opened it: a process that gets a lock checks that the name still stands for its file (_is_still).
 
 Inside. Names that a downloaded file gives are looked up by inside(), which follows links.
 """

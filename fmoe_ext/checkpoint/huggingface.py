@@ -92,7 +92,8 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
         w1, w2 = get(first), get(second)
         if w1 is None or w2 is None:
             return False
-        # Stored for x @ W are [E, D, 2H] and [E, H, D]. For [E, 2H, D] and [E, D, H] this compares D with 2D
+        # Two layouts have these names. Stored for x @ W are [E, D, 2H] and [E, H, D]; for [E, 2H, D] and [E, D, H]
+        # this compares D with 2D
         is_turned = len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]
         b1, b2 = get(f"{first}_bias"), get(f"{second}_bias")
         if b1 is not None and b2 is not None:  # GPT-OSS
@@ -185,6 +186,7 @@ def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredT
             f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight "
             f"{None if w2 is None else list(w2.shape)} are no {kind}: expected [E, {rows}, D] and [E, D, H]"
         )
+    # Gate and experts: interleaved with biases, one tensor for each expert, or stacks
     num_experts = w1.shape[0]
     out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}
     if layout.interleaved:  # GPT-OSS, whose gate and experts have biases in any case
@@ -303,7 +305,7 @@ def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict
     """
     tensors, lazy = as_stored(state_dict)
     out: dict[str, StoredTensor] = {}
-    used: set[str] = set()
+    used: set[str] = set()  # names that are parts of a layer; all others are passed on
     for key in tensors:
         found = None
         for gate in GATE_NAMES:  # every layer has a gate: its name ends the layer's prefix
@@ -386,6 +388,7 @@ def to_huggingface(
             "there is no FMoETransformerMLP (experts.htoh4.weight) to convert"
             f"{adapters if any('.lora_' in name for name in tensors) else ''}"
         )
+    # Convert each, under the layer's name in the layout
     for prefix, layer in layers.items():
         converted = to_layout(prefix, layer, into)
         if isinstance(layout, str):

@@ -97,8 +97,10 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         if match is None:
             out[key] = tensors[key]
             continue
+        # A layer is where a router is: what it has without its prefix
         prefix = match["layer"]
         theirs = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+        # Router, latent projections and the gate of shared experts are the same tensors in both
         taken = {name for name in _AS_THEY_ARE if name in theirs}
         layer = {_AS_THEY_ARE[name]: theirs[name] for name in _AS_THEY_ARE if name in taken}
         taken.add("router.local_tokens_per_expert")  # a count of training, which is dropped
@@ -113,6 +115,7 @@ def from_megatron_core(state_dict: Mapping[str, Any]) -> dict[str, Any]:
             if shared is not None:
                 layer[SHARED + ours] = joined(prefix, [shared])
                 taken.add(f"shared_experts.{leaf}")
+        # Every router needs experts, as many as it has rows
         if W1 not in layer or W2 not in layer:
             raise CheckpointError(
                 f"{prefix or '(root) '}has a router, but no experts of Megatron-core that are known"
@@ -146,6 +149,7 @@ def _experts(
                 raise CheckpointError(f"missing: {', '.join(prefix + name for name in missing)}")
             taken |= set(names)
             return joined(prefix, [layer[name] for name in names])
+    # GroupedMLP has all experts side by side, and no biases
     flat = _FLAT.get(leaf)
     if flat is None or flat not in layer:
         return None
@@ -192,6 +196,7 @@ def to_megatron_core(state_dict: Mapping[str, Any], layout: str = "modules") -> 
             out[key] = tensor
         elif key == prefix + W1:  # the layer, once
             layer = {name.removeprefix(prefix): t for name, t in tensors.items() if name.startswith(prefix)}
+            # Each step takes its tensors out of `left`; what remains has no place there
             left = {n: t for n, t in layer.items() if n.startswith(own) and n != PENDING_LOAD}
             theirs = {name: left.pop(ours) for name, ours in _AS_THEY_ARE.items() if ours in left}
             for leaf, ours in _LEAVES.items():

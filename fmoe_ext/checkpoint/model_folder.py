@@ -67,6 +67,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
             f"{model} does not exist; if it is the name of a model of the Hugging Face hub: "
             f"pip install huggingface_hub, and run {command} (nothing is downloaded here)"
         ) from error
+    # Ask the cache, which raises if it knows files of the repository that it does not have
     incomplete = None
     try:
         folder = Path(
@@ -93,6 +94,7 @@ def local_path(model: str | Path, files: Sequence[str] | None = None, **options:
     if files is not None:
         wanted = [folder / name for name in files]
     else:  # the configuration and the weights
+        # config.json may name an index or a single file; else there are the usual names, GGUF files, or pickles
         wanted = [folder / CONFIG]
         index, single = _names_of_weights(folder, read_config_json(folder))
         if index not in ("", INDEX) and not (folder / index).exists():
@@ -208,6 +210,7 @@ class ModelFolder:
         Raises CheckpointError if Transformers, which takes a tensor from the last file that has it, would read another.
         """
         places = self.weight_map
+        # {tensor: names of the files that have it}
         holders: dict[str, list[str]] = {}
         for file, tensors in files.items():
             for name in tensors:
@@ -241,6 +244,7 @@ class ModelFolder:
                 f"{path} has adapter_config.json, which names another model to read: load it with PEFT, call "
                 "merge_and_unload(), and give the model itself"
             )
+        # before Transformers reads it: no code of a hub is run, and each index names files of this folder only
         _refuse_hub_code(path, self.config)
         for index in path.glob("*.index*.json"):
             weight_map = read_json(index).get("weight_map")
@@ -336,6 +340,7 @@ def model_class(config: Any) -> Any:
         auto.MODEL_FOR_MULTIMODAL_LM_MAPPING,
     )
     found = [table[type(config)] for table in tables if type(config) in table]
+    # a table has one class for a configuration, or several
     classes: list[Any] = []
     for entry in found:
         classes += entry if isinstance(entry, (tuple, list)) else [entry]

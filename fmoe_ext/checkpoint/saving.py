@@ -150,6 +150,7 @@ def load(
         >>> manifest.step, manifest.extra
         (100, {'loss': 2.5})
     """
+    # Find out what the path is; the first rank decides for all
     path = gather(path, process_group)[0]
     has_ranks = dist.is_initialized()
     rank = dist.get_rank(process_group) if has_ranks else 0
@@ -162,6 +163,7 @@ def load(
             if rank == 0 and folder is None:  # held open by one rank: no save(keep=) removes it meanwhile
                 path = until_loaded.enter_context(store.held_open(path))
         path = gather(path, process_group)[0]  # one checkpoint for all, also where another job is saving
+        # Read the descriptions of what is saved, and check its bytes
         with together(f"loading {path}", process_group):
             state = ModelState(model)
             source = _Folder(path) if folder is None else _Files(folder, state)
@@ -174,6 +176,7 @@ def load(
         names, names_in_optimizer = (
             set().union(*sets) for sets in zip(*gather(mine, process_group), strict=True)
         )
+        # Compare it with the model and the optimizer, and make room for the optimizer's state
         with together(f"loading {source.path}", process_group):
             _compare(state, names, source.tensors, cast)
             source.check(state)

@@ -76,7 +76,7 @@ def write_checkpoint(
         with together(f"preparing {folder}", process_group):
             if is_first:
                 folder.mkdir(parents=True, exist_ok=True)
-                # False on a file system without locks, where another job's files cannot be told from abandoned ones
+                # False on a file system without locks, where another job's files look like abandoned ones
                 if until_saved.enter_context(locked(folder / ".lock", f"saving into {folder}")):
                     for abandoned in folder.glob(".step-*.tmp"):
                         remove(abandoned)

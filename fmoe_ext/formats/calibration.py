@@ -64,6 +64,7 @@ def measure(
             for e in range(E):
                 rows = x[(topk_idx == e).any(-1)]  # tokens that chose it [rows, in]
                 count[e] = len(rows)
+                # the expert's first product again, to see the inputs of its second weight
                 w = weights[up].rows(e, e + 1)[0].to(x.dtype)
                 h = rows @ (w if experts.is_transposed else w.mT)  # [rows, 2H or H]
                 if bias is not None:
@@ -76,6 +77,7 @@ def measure(
 
         return see
 
+    # Read the text
     hooks = [
         model.get_submodule(parameter.rpartition(".")[0]).register_forward_pre_hook(of_linear(parameter))
         for parameter in linear
@@ -93,6 +95,7 @@ def measure(
     for parameter, squares in sums.items():
         count = counts[parameter]
         if squares.dim() == 2:
+            # [E, in]: add the mean over all experts, as _PRIOR_TOKENS more rows of each
             assert isinstance(count, Tensor)  # [E, 1] of experts
             mean = squares.sum(0) / count.sum().clamp(min=1)
             squares, count = squares + _PRIOR_TOKENS * mean, count + _PRIOR_TOKENS

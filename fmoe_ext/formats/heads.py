@@ -195,6 +195,7 @@ class TrainedHeads(nn.Module):
         heads, items = self.heads, kwargs.get("num_items_in_batch")
         embed, project = model.get_input_embeddings(), model.get_output_embeddings()
         total = hidden.new_zeros((), dtype=torch.promote_types(hidden.dtype, torch.float32))
+        # Head k sees the first L - k - 1 positions: those that have a token k + 1 further on
         for k in range(1, len(heads.layers) + 1):
             n = L - k - 1  # positions with a token to predict
             if n < 1:  # too short: give the other heads gradients of zero, because DDP waits for all

@@ -89,6 +89,7 @@ def export_quantized(
         raise CheckpointError(f"--to must be one of {', '.join(TARGETS)}, but got {to!r}")
     if type not in TYPES:
         raise CheckpointError(f"--type must be one of {', '.join(TYPES)}, but got {type!r}")
+    # A type that only the other target has
     if type not in (PACKED if to == "gguf" else PACKINGS):
         other = "packed" if to == "gguf" else "gguf"
         what = (
@@ -116,6 +117,7 @@ def export_quantized(
         text, _ = sequences(tokens, seq_len, 0, num_experts, files.config.get_text_config().vocab_size)
         digest = hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
         about["text"] = [digest, seq_len, batch]
+        # for the model card
         calibrated = f"{text.numel():,} tokens of a text, SHA-256 of its token ids `{digest}`"
     with continued(out, "exporting", about) as unfinished:
         if tokens is not None:
@@ -124,6 +126,7 @@ def export_quantized(
         before = sum(tensor.num_bytes for tensor in files.base.tensors.values())
         written = [file for file in unfinished.folder.iterdir() if file.suffix in (".gguf", ".safetensors")]
         after = sum(file.stat().st_size for file in written)
+        # What was written, for the model card and the report
         left = job.left_out
         text_option = "" if tokens is None else f" --text TEXT --seq-len {seq_len}"
         card = render_card(

@@ -107,6 +107,7 @@ def export(
                 'export(model, folder, "gguf", tokenizer=the tokenizer or its folder)',
                 stacklevel=3,  # export() is wrapped by no_grad
             )
+    # The first rank writes, a tensor at a time, into a folder that gets its name when it is whole
     with gathered(folder, plan.state, process_group) as whole:
         if whole is not None:
             with new_folder(folder) as unfinished:
@@ -332,9 +333,11 @@ def _target(tensors: Mapping[str, StoredTensor], config: Any, model: Any, tied: 
         if found is None:
             raise CheckpointError(f"Transformers has no {wanted}, which a {kind.__name__} would become")
         kind = found
+    # Build it without memory; config.json names the class
     config.architectures = [kind.__name__]
     with torch.device("meta"):
         target = kind(config)
+    # Names and shapes must be the same on both sides: a part that one of them lacks is computed by one of them only
     expected = {name: tuple(value.shape) for name, value in target.state_dict().items() if name not in tied}
     shapes = {name: tensor.shape for name, tensor in tensors.items() if name not in tied}
     problems = [f"it has no {name}" for name in expected.keys() - shapes.keys()]

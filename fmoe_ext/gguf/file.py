@@ -125,6 +125,7 @@ class GgufFile:
         if version not in _VERSIONS:
             self._refuse(f"it has version {version}, known are {', '.join(map(str, _VERSIONS))}")
         num_tensors, num_keys = self._take("QQ")
+        # The keys
         self.fields = {}
         self._check_room(num_keys, _MIN_KEY, "keys")  # before a loop over a number that may be anything
         for _ in range(num_keys):
@@ -132,6 +133,7 @@ class GgufFile:
             if name in self.fields:
                 self._refuse(f"it has {name!r} twice")
             self.fields[name] = self._field(name)
+        # The tensors begin at multiples of this
         self.alignment = _ALIGNMENT
         if (field := self.fields.get("general.alignment")) is not None:
             value = field.contents() if [kind.name for kind in field.types] == ["UINT32"] else None
@@ -172,6 +174,7 @@ class GgufFile:
         count = self._split(_SPLIT_COUNT, 1)
         if count <= 1:
             return
+        # The names of all parts follow from this one's
         name = _PART.fullmatch(self.path.name)
         if name is None or int(name[3]) != count:
             raise CheckpointError(
@@ -192,6 +195,7 @@ class GgufFile:
                 f"{self.path} is the first of {count} parts of a model, but {', '.join(missing[:5])}{more} "
                 f"{'is' if len(missing) == 1 else 'are'} not beside it"
             )
+        # Each part must be the one that its name says
         parts = [self, *(GgufFile(path) for path in paths[1:])]
         places: dict[str, Path] = {}
         for number, part in enumerate(parts):
@@ -207,6 +211,7 @@ class GgufFile:
             for tensor in part.tensors:
                 if (other := places.setdefault(tensor.name, part.path)) != part.path:
                     raise CheckpointError(f"{other} and {part.path} both have {tensor.name}")
+        # Together they have as many tensors as the first one says
         expected = self._split(_SPLIT_TENSORS, None)
         if expected != len(places):
             raise CheckpointError(

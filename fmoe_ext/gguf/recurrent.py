@@ -1,4 +1,4 @@
-"""What architectures share whose layers are not all attention: a file says 0 key heads for the others; Mamba-2."""
+"""Parts of architectures whose layers are not all attention: a file says 0 key heads for the others; Mamba-2."""
 
 from typing import Any
 

@@ -11,7 +11,7 @@ _BIASES = tuple(f"ffn_{role}_exps.bias" for role in ("gate", "up", "down"))
 
 
 class TensorTransform(NamedTuple):
-    """How one tensor of Transformers is one or more tensors of a file."""
+    """Names and functions by which a tensor of Transformers is one or more tensors of a file."""
 
     parts: tuple[str, ...]  # names in the file, those of a layer without blk.N.
     read: Callable[..., Tensor]  # parts -> tensor

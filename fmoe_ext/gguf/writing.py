@@ -80,6 +80,7 @@ def write_gguf(
     gguf = _import_gguf()
     float32 = gguf.GGMLQuantizationType.F32
     architecture = check_writable(config)
+    # Names, shapes and types of all tensors come first, because the header has them
     named = _parts(tensors, architecture, config, packings, importance)
     types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing, _) in named.items()}
     # The header with all metadata, then the descriptions of all tensors, then their values in the same order
@@ -146,6 +147,7 @@ def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None)
         dtype = next(dtype for dtype, name in _NAMES.items() if name.lower() == kind)
         yield tensor.read().to(dtype)
         return
+    # A packed weight: its experts one by one, then all rows, then the factors of NVFP4
     rows, factors = [], []
     by = itertools.repeat(None) if weighs is None or kind not in FITTED else weighs.parts()
     for part in tensor.parts():
@@ -208,6 +210,7 @@ def _parts(
                 packings.get(name),
                 None if weighs is None else _in_file(weighs, transform, i, tuple(shape)),
             )
+    # Some architectures have a tensor that no parameter stands for
     factors = architecture.factors(config)
     if factors is not None:
         named[FREQUENCIES] = StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None, None

@@ -19,7 +19,7 @@ from fmoe_ext.frozen.formats.nf4 import NF4_CODE
 
 
 class Packing(NamedTuple):
-    """How a folder has weights of one format."""
+    """Names and settings under which a folder has weights of one format."""
 
     format: str  # a name in frozen.FORMATS
     # packed weight [1, out, in] -> {ending of the tensor's name: tensor}
