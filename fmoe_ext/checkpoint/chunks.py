@@ -92,6 +92,7 @@ class SavedTensor:
                 raise CheckpointError(
                     f"{key}: a chunk {list(chunk.sizes)} of {self.dtype} in {chunk.num_bytes} bytes"
                 )
+        # as many elements as the tensor has
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
             raise CheckpointError(f"the chunks of {key} are not together {list(self.shape)}")
 
@@ -273,6 +274,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
         check_is_file(path)
         if chunk.begin + chunk.num_bytes > path.stat().st_size:
             raise CheckpointError(f"{path} is truncated: it has no {chunk.num_bytes} bytes at {chunk.begin}")
+        # the chunk is a file of torch.save inside the file: nothing outside of it can be read
         with open(path, "rb") as file, io.BufferedReader(_Part(file, chunk.begin, chunk.num_bytes)) as part:
             check_torch_file(part, text)
             value = torch.load(part, map_location="cpu", weights_only=True)

@@ -103,6 +103,7 @@ def _convert(checkpoint: convert.Checkpoint, options: argparse.Namespace) -> Non
         config = needed_config(checkpoint.routing, options.to.removeprefix("hf-"))
         if config:
             print(f"config.json must say {json.dumps(config)[1:-1]}")
+    # what did not come along
     if checkpoint.left_out:
         print(f"left out, no tensors of the model: {len(checkpoint.left_out)}, as {checkpoint.left_out[0]}")
     has_optimizer = bool(checkpoint.manifest and checkpoint.manifest.optimizer)

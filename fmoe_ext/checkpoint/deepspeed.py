@@ -69,6 +69,7 @@ def read_deepspeed(
     part = mp_rank or next(iter(models))
     if part not in models:
         raise CheckpointError(f"{folder} has no {part}, only {', '.join(models)}")
+    # The model without experts, then every expert's file of this part
     content = load_file(models[part], trust)
     if content.get("ds_autoep_layers"):
         raise CheckpointError(
@@ -109,6 +110,7 @@ def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
                     f"{key} is of an expert, but there is no {key.partition(_EXPERTS)[0]}deepspeed_moe.gate"
                 )
             continue
+        # A layer is where a gate is: collect its experts by number
         prefix = match["layer"]
         out[prefix + "gate.gate.weight"] = tensor
         found: dict[int, dict[str, StoredTensor]] = {}  # {expert: {parameter: tensor}}
@@ -126,6 +128,7 @@ def from_deepspeed(state_dict: Mapping[str, Any]) -> dict[str, Any]:
         experts = [found[e] for e in range(num_experts)]
         if any(expert.keys() != experts[0].keys() for expert in experts):
             raise CheckpointError(f"the experts of {prefix}deepspeed_moe do not have the same parameters")
+        # As one tensor if they are MLPs of ours, else under their own names
         columns = {rest: [expert[rest] for expert in experts] for rest in experts[0]}
         fused = _fused(f"{prefix}deepspeed_moe", columns)
         if fused is not None:

@@ -58,6 +58,7 @@ def read_fastmoe(
     Raises CheckpointError for missing ranks, for ranks that do not fit together and for files that need trust.
     """
     folder = iteration_folder(Path(path))
+    # {model-parallel part: {data-parallel rank: file}}
     ranks: dict[str, dict[int, Path]] = {}
     for entry in sorted(folder.iterdir()):
         match = _RANK_FOLDER.fullmatch(entry.name)
@@ -193,6 +194,7 @@ def write_fastmoe(
         if not tensor.shape or tensor.shape[0] % num_ranks != 0:
             num_experts = tensor.shape[0] if tensor.shape else "no"
             raise CheckpointError(f"{name}: {num_experts} experts cannot be divided over {num_ranks} ranks")
+    # Write under another name, a rank at a time
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     with made_folder(folder), explained(target, num_bytes), locked(folder / ".lock", f"writing {target}"):
         unfinished = target.with_name(f".{target.name}.{unique()}.tmp")
@@ -217,6 +219,7 @@ def _write_rank(
             if rank == 0:
                 model[name] = tensor.read().contiguous()
             continue
+        # rows of this rank, each an entry [1, *] under its number on the rank
         num_local = tensor.shape[0] // num_ranks
         prefix = name.removesuffix(match["rest"])
         rows = tensor.rows(rank * num_local, (rank + 1) * num_local)
@@ -234,6 +237,7 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
 
     check_is_file(path)
     # Beside tensors, Megatron's files have argparse.Namespace ("args") and arrays of NumPy 1 or 2 (random state)
+    # pickled arrays call this function, under NumPy 1's name or NumPy 2's
     reconstruct = numpy.empty(0).__reduce__()[0]
     plain_data: list[Any] = [
         *(argparse.Namespace, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))),

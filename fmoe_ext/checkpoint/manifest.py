@@ -122,6 +122,7 @@ class Manifest:
                 raise CheckpointError(f"{path} is damaged: it has no size or checksum of {name}")
         if not all(isinstance(extra, dict) for extra in self.extras):
             raise CheckpointError(f"{path} is damaged: its 'extras' are {self.extras!r}"[:500])
+        # Types and bounds of everything that loading indexes with
         record = self.optimizer  # what optimizer_state.Loading takes from it
         if record is not None and not (
             all(isinstance(record.get(name), kind) for name, kind in _TYPES_OF_OPTIMIZER.items())
@@ -144,6 +145,7 @@ class Manifest:
                 if key not in tensors or [*tensors[key].shape] != entry.get("shape"):
                     raise CheckpointError(f"{folder}: .metadata and manifest.json do not agree on {key}")
             return {key: tensors[key] for key in self.tensors}
+        # A chunk's file must be one of those that have a checksum
         tensors = {}
         for key, entry in self.tensors.items():
             tensors[key] = SavedTensor.from_json(key, entry)

@@ -113,6 +113,7 @@ class ModelState:
         if layer is not None and layer.expert_parallel is not None and rest.startswith("experts."):
             if isinstance(value, DTensor):
                 _check_sharded(name, value, layer.expert_parallel)
+            # separate experts: name.experts.<number on this rank>.* -> <number over all ranks>
             if isinstance(layer.experts, nn.ModuleList):
                 _, index, tail = rest.split(".", 2)  # experts.<index on this rank>.<tail>
                 place = layer.expert_parallel.rank * layer.num_local_experts + int(index)
@@ -256,6 +257,7 @@ def describe_layers(shapes: Mapping[str, Sequence[int]]) -> dict[str, dict[str, 
     """Find layers in {name: shape} -> {layer: {"num_experts", "d_model", "d_hidden"}}; widths for fused MLPs only."""
     layers: dict[str, dict[str, int]] = {}
     for name, shape in shapes.items():
+        # EXPERT_NAME matches Megatron's names, too: they are looked at first
         match = EXPERT_NAME.fullmatch(name)
         if match is None or not shape:
             continue

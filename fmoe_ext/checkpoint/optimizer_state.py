@@ -143,6 +143,7 @@ def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], nam
         raise CheckpointError(
             f"the optimizer is {type(optimizer).__name__}, but the checkpoint has the state of {record['type']}"
         )
+    # over all ranks, because each has the optimizer of its own experts
     missing, extra = names_of_all - record["params"].keys(), record["params"].keys() - names_of_all
     if missing:
         raise CheckpointError(f"the checkpoint has no optimizer state for {', '.join(sorted(missing))}")
@@ -212,6 +213,7 @@ class Loading:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Allocate one entry of a parameter's state -> (the local tensor, what the checkpoint fills)."""
         name = self.names[param]
+        # like the parameter, sharded as it is; one number for all, or a tensor that every rank has; rows of experts
         if isinstance(param, DTensor) and shape == tuple(param.shape):
             tensor = torch.zeros_like(param.detach(), dtype=dtype)
             return tensor, tensor

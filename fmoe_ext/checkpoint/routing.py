@@ -115,11 +115,13 @@ def facts_of_layers(state: ModelState, family: Family) -> tuple[dict[str, Any], 
         )
     numbers: dict[int, str] = {}
     for name, layer in state.layers.items():
+        # each layer by itself, at one numbered place: config.json counts decoder layers
         _check_computes(name, layer, family)
         number = next((int(part) for part in name.split(".") if part.isdigit()), None)
         if number is None or number in numbers:
             raise CheckpointError(f"{name or '(root)'} is not the one MoE layer of a numbered decoder layer")
         numbers[number] = name
+    # config.json has one value for all layers: they must agree
     (first, layer), *others = state.layers.items()
     facts = _facts(layer)
     for name, other in others:
@@ -155,6 +157,7 @@ def _facts(layer: Any) -> dict[str, Any]:
 def _check_computes(name: str, layer: FMoE, family: Family) -> None:
     """Raise CheckpointError if a layer computes what a format's tensors and configuration cannot say."""
     where = name or "(root)"
+    # Classes and methods of its own may compute anything
     if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
         raise CheckpointError(
             f"{where} has experts of its own ({type(layer.experts).__name__}), no format has a place for "
@@ -198,6 +201,7 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
     expected |= family.fixed if family else {}
     if options.get("topk_groups") == options.get("num_groups"):
         expected.pop("group_best", None)  # no group is left out
+    # Then its class
     gates = family.gates if family else SOFTMAX
     wrong = next((name for name, value in expected.items() if options.get(name, value) != value), None)
     what = None if wrong is None else f"{wrong}={options[wrong]}, expected {expected[wrong]}"
@@ -208,6 +212,7 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
             f"the gate of {where or '(root)'} has {what}: a Hugging Face {layout} layer would "
             "compute other numbers from the same tensors"
         )
+    # Then the experts
     activation = options.get("activation")
     activations = family.activations if family else UNCLAMPED
     if activation is not None and activation not in activations:
@@ -277,6 +282,7 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
                 f"the model they have {activation}: the outputs would differ. Build the layer with that activation, or "
                 "change config.json"
             )
+        # a fact that either side does not say is not compared
         for option, value in facts.items():
             if value is None or option not in options or options[option] == value:
                 continue

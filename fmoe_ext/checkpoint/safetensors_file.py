@@ -228,6 +228,7 @@ def read_unmapped(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str]]:
 
 def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> StoredTensor:
     """Describe the tensor whose bytes begin at a place of a file."""
+    # bytes of a row, the unit of rows()
     row = math.prod(shape[1:]) * dtype.itemsize
 
     def read(at: int, wanted: tuple[int, ...]) -> torch.Tensor:
@@ -235,6 +236,7 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
         with open(path, "rb", buffering=0) as file:
             file.seek(at)
             view = memoryview(data)
+            # a read may be cut short, of over 2 GiB in any case
             while view and (count := file.readinto(view)):
                 view = view[count:]
         if view:

@@ -150,6 +150,7 @@ def replacing(folder: Path) -> Iterator[Path]:
         # Interrupted from here on, it leaves files of two models: check_is_whole() sees that config.json is missing
         names = {file.name for file in unfinished.iterdir()}
         last = [name for name in (INDEX, CONFIG) if name in names]
+        # Make the folder unreadable, remove shards that the new model does not have, then rename the new files
         for name in (CONFIG, INDEX):
             (folder / name).unlink(missing_ok=True)
             sync_file(folder)
@@ -191,6 +192,7 @@ def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_sha
     The tensors of one layer stay together, so a shard is larger than max_shard_bytes if a layer is. A shard that exists
     stays as it is: an earlier call of the job wrote it.
     """
+    # Group the tensors by layer, then fill shards with layers
     layers: dict[str, dict[str, StoredTensor]] = {}
     for name, tensor in tensors.items():
         match = _LAYER.match(name)
@@ -210,6 +212,7 @@ def write_model_files(folder: Path, tensors: Mapping[str, StoredTensor], max_sha
     for name, shard in zip(names, shards, strict=True):
         if not (folder / name).exists():
             write_safetensors(folder / name, shard)
+    # after the shards that it names
     if len(shards) > 1:
         index = {
             "metadata": {"total_size": sum(tensor.num_bytes for tensor in tensors.values())},

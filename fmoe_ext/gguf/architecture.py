@@ -246,6 +246,7 @@ class Architecture:
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         if hasattr(config, "shared_expert_intermediate_size"):
             found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
+        # the later ones win
         found |= self.routing(config, facts)
         if "attention.sliding_window" in self.keys:
             found["attention.sliding_window"] = config.sliding_window

@@ -187,6 +187,7 @@ def _why_not(architecture: Architecture, full: str, key: str, value: Any, expect
     if attribute in architecture.fixed and not _same(architecture.fixed[attribute], value):
         return f"but the model is computed with {architecture.fixed[attribute]} in any case"
     if key in expected:
+        # a file may say "not used" for a factor of 1
         said = 1 if value == 0 and key in UNUSED else value
         return "" if _same(expected[key], said) else f"but the model is computed with {expected[key]}"
     if key in architecture.read:

@@ -225,6 +225,7 @@ def _decoded_part(stacks: Sequence[_Stack], takes_turns: bool, transposed: bool)
                 f"{stack.path}: {stack.name} is {stack.kind}, which the gguf package does not decode: requantise it to "
                 "Q4_K"
             ) from error
+    # how many of the byte ranges that turn() gets are each stack's: one, or two with a factor
     num_raw = [len(stack.sources(0)) for stack in stacks]
 
     def turn(*raw: Bytes) -> Bytes:
@@ -343,6 +344,7 @@ def _stored(
             f"{path}: {', '.join(transform.parts)} do not fit the metadata: {error}"
         ) from error
     kinds = {part.tensor_type.name.lower() for part in parts}
+    # only whole rows may move: a block of packed values does not cross rows
     is_packed = transform.has_rows and kinds <= PIECES.keys() and len(kinds) == 1
     if factors and not (is_packed and len(parts) == 1):
         raise CheckpointError(f"{path}: {factors[0].name} scales a weight whose values are rearranged")

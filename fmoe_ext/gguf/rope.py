@@ -62,8 +62,10 @@ def rope_parameters(
         raise CheckpointError(f"{begin}type is {kind!r}, which is not computed here")
     if not 1 <= factor < math.inf:
         raise CheckpointError(f"{begin}factor is {factor}, which is not computed here")
+    # only YaRN uses it
     if kind != "yarn":
         said.pop("original_context_length", None)
+    # neither changes any position
     is_plain = kind == "none" or (kind == "linear" and factor == 1)
     found: dict[str, Any] = {} if is_plain else {"rope_type": kind, "factor": factor}
     if kind == "yarn":

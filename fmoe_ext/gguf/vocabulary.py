@@ -314,6 +314,7 @@ def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[
 
 def _tokens_not_made(backend: Any, chain: Mapping[str, Any]) -> list[str]:
     """Return the tokens that merging their letters does not build: only ignore_merges finds them."""
+    # the merges alone: the tokens of the vocabulary are in its letters already
     bare = dict(
         chain, normalizer=None, pre_tokenizer=None, post_processor=None, decoder=None, added_tokens=[]
     )
@@ -330,6 +331,7 @@ def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str
     Spaces become "▁" either in the normalizer (Prepend, Replace) or in the pre-tokenizer (Metaspace).
     """
     normal = _flat(chain["normalizer"], "normalizers")
+    # By the normalizer: Prepend puts one before a text, Replace writes the others
     adds = {"type": "Prepend", "prepend": _SPACE} in normal
     replaces = any(
         step["type"] == "Replace" and step["pattern"] == {"String": " "} and step["content"] == _SPACE
@@ -348,6 +350,7 @@ def _adds_space(name: str, chain: Mapping[str, Any], steps: Sequence[Mapping[str
                 )
         elif not (step["type"] == "Split" and step["pattern"] == {"String": " "} and replaces):
             others.append(step["type"])  # a text without spaces has nothing to split at
+    # Any other step would change text in a way that llama.cpp does not
     if others or not replaces or len(normal) > 1 + adds:
         raise _refusal(
             name, f"it is neither of GPT-2's kind nor of SentencePiece's ({', '.join(others) or 'no spaces'})"
@@ -391,6 +394,7 @@ def _tokens(
     if not is_byte_level:
         for byte in _BYTES:
             types[vocab[byte]] = TokenType.BYTE
+    # What llama.cpp does otherwise: a warning, or an error
     stripped = [token["content"] for token in added.values() if token["lstrip"] or token["rstrip"]]
     if stripped:
         warnings.warn(
@@ -437,6 +441,7 @@ def _around(name: str, tokenizer: Any, ids: Mapping[str, int]) -> dict[str, bool
     """Return {"bos": is it put before each text, "eos": is it put behind each}, for add_bos_token and add_eos_token."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
+    # find the text's own tokens among all: what stands around them is added to every text
     begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     before, behind = whole[:begin], whole[begin + len(bare) :]
     for where, found, kind in (("before", before, "bos"), ("behind", behind, "eos")):

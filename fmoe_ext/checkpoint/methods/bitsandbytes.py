@@ -37,6 +37,7 @@ class Bitsandbytes(Kind):
             refuse(folder, f"bitsandbytes with bnb_4bit_quant_storage {config['bnb_4bit_quant_storage']!r}")
 
     def matrix(self, base: ModelFolder, stem: str) -> Matrix:
+        # quant_state says shape and blocks
         names = f"{stem}.weight", f"{stem}.weight.absmax"
         data, scale, state = (tensor_of(base, name) for name in (*names, stem + _STATE))
         try:
@@ -49,6 +50,7 @@ class Bitsandbytes(Kind):
                 raise ValueError(f"blocksize is {block}")
         except (ValueError, KeyError, TypeError) as error:
             raise CheckpointError(f"{base.folder}: {stem}{_STATE} is no quant_state: {error}") from error
+        # Whole blocks, and as many bytes and scales as they need
         numel = rows * columns
         of_scale = torch.float32 if nested is None else torch.uint8
         for name, tensor, dtype, size in (

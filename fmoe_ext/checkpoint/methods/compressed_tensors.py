@@ -81,6 +81,7 @@ class CompressedTensors(Kind):
                 refuse(folder, f"compressed-tensors of format {kind!r}")
         for name, group in groups:
             weights = (group or {}).get("weights") or {}
+            # with these the file has the columns in their own order; "group" needs weight_g_idx
             if weights.get("actorder") not in (None, False, "weight", "static"):
                 refuse(folder, f"{name} with actorder {weights.get('actorder')!r}")
             numbers = weights.get("type") or "int"
@@ -122,6 +123,7 @@ def _fp4(base: ModelFolder, stem: str) -> Matrix | Decoded:
     def values(data: torch.Tensor, scale: torch.Tensor, whole: torch.Tensor) -> torch.Tensor:
         return scaled(fp4(data), scale.float() / whole.float(), 1, NVFP4_BLOCK)
 
+    # an operator takes NVFP4 with a float32 number for the matrix; else it is decoded
     names, shape = (name, scale, whole), (rows, columns)
     packed = nvfp4(base, names, shape, True) if base.tensors[whole].dtype == torch.float32 else None
     return packed or Decoded("nvfp4-pack-quantized", shape, names, values)
@@ -156,6 +158,7 @@ def _integers(base: ModelFolder, stem: str) -> Matrix | Decoded:
         # values and zero points are stored with 2^(bits - 1) added, to be unsigned: it cancels in the difference
         numbers = _unpacked(data, bits, columns).unflatten(1, (groups, -1))
         least = 2 ** (bits - 1) if zero is None else _unpacked(zero.T, bits, rows).T[..., None]
+        # a scale for each row, for all, or for each group
         of_rows = scale.dim() == 1 and len(scale) > 1
         of_group = scale.float()[:, None] if of_rows else scale.float().expand(grid)
         return ((numbers - least).float() * of_group[..., None]).flatten(1)

@@ -75,11 +75,13 @@ class Fp8(Kind):
             raise CheckpointError(
                 f"{base.folder}: {name} is {dtype}, expected torch.float8_e4m3fn or FP4 in int8"
             )
+        # FP8, with an exponent for each 32 columns, or blocks
         block = _block(base, scale_name, (rows, columns))
         if is_mxfp8(scale, rows, columns):
             return mxfp8(name, scale_name, rows, columns)
         if block != (FP8_BLOCK, FP8_BLOCK):  # no operator has others
             return Decoded("fp8", (rows, columns), (name, scale_name), fp8_values(*block))
+        # the operator takes float32 and bfloat16: exponents are converted while they are read
         grid = (scale.shape[0], scale.shape[1])
         of_scale = Piece(scale_name, grid, scale.dtype)
         if scale.dtype in EXPONENTS:

@@ -47,10 +47,12 @@ def _turned(
         raise CheckpointError(
             f"{base.folder}: {scale} has {groups} groups for {columns} columns: groups of a multiple of 32 are computed"
         )
+    # words of eight values, along both dimensions: data has them along columns, zero points along rows
     if rows % 8 or columns % 8:
         raise CheckpointError(f"{base.folder}: {data} is of {rows} x {columns}, which are no whole words")
     given = base.tensors[data].shape
     pieces = {}
+    # (piece, its name, shape in the file, dtypes, shape of int4, function that rearranges it)
     for part, name, in_file, dtypes, shape, turn in (
         ("data", data, given, (torch.int32,), (rows, columns // 8), words),
         ("scale", scale, (groups, rows), (torch.float16, *FLOATS), (rows, groups), transposed),

@@ -67,9 +67,11 @@ class Gemma4(Architecture):
                 raise CheckpointError(
                     f"{self.name}.{_KEY}{kind} is {keys!r}, but {self.name}.{_VALUE}{kind} is {of_values!r}"
                 )
+        # What layers with full attention have otherwise: head size and number of key heads
         kinds, num_layers = values["layer_types"], values["num_hidden_layers"]
         said = values["num_key_value_heads"]
         own = {"head_dim": values.pop("global_head_dim"), "num_key_value_heads": _heads(said, kinds, _FULL)}
+        # first: the first layer that shares keys and values; such layers may have an MLP of twice the width
         first = num_layers - values["num_kv_shared_layers"]
         widths = [shapes.get(f"blk.{i}.ffn_up.weight", (0,))[0] for i in (0, num_layers - 1)]
         if factors is None:
@@ -77,6 +79,7 @@ class Gemma4(Architecture):
         rope, theta = values["rope_parameters"], values.pop("rope_theta_swa")
         if "rope_type" in rope:
             raise CheckpointError(f"{self.name}.rope.scaling.factor and its type are not computed here")
+        # the part of a head whose frequencies are not divided away
         rotated = int((factors == 1).sum()) / max(1, len(factors))
         return {
             **values,
@@ -128,6 +131,7 @@ class Gemma4(Architecture):
 
     def factors(self, config: Any) -> Tensor:
         full = config.rope_parameters[_FULL]
+        # [head_dim / 2]: a factor for each frequency
         part = full.get("partial_rotary_factor", 1.0) if full["rope_type"] == "proportional" else 1.0
         head_dim = _head_dim(config, _FULL)
         factors = torch.ones(head_dim // 2, device="cpu")
