@@ -18,6 +18,7 @@ whole checkpoint. A folder of torch.distributed.checkpoint, Megatron's or anothe
 Layers that are all alike may be one tensor there, with the layers as first dimension and no number in its name.
 """
 
+import math
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -158,7 +159,12 @@ def _experts(
     d_model = layer["router.weight"].shape[1] if narrow is None else narrow.shape[0]
     # GroupedMLP has the shapes [D, E * H] and [E * H, D] for memory that is [E, D, H] and [E, H, D], for x @ W
     tensor = layer[flat]
-    width = tensor.shape[0] * tensor.shape[1] // (num_experts * d_model)
+    size = num_experts * d_model
+    if len(tensor.shape) != 2 or not size or math.prod(tensor.shape) % size:
+        raise CheckpointError(
+            f"{prefix}{flat} {list(tensor.shape)} does not fit the router: {num_experts} experts of width {d_model}"
+        )
+    width = math.prod(tensor.shape) // size
     shape = (num_experts, d_model, width) if flat == "experts.weight1" else (num_experts, width, d_model)
     return StoredTensor(
         (shape[0], shape[2], shape[1]), tensor.dtype, lambda: tensor.read().reshape(shape).transpose(1, 2)

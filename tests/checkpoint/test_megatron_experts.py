@@ -166,6 +166,12 @@ def test_misfitting_tensors_are_refused():
     stacked["router.weight"] = torch.zeros(E + 1, D)
     with pytest.raises(CheckpointError, match="router is for 5 experts, but there are 4"):
         from_megatron_core(stacked)
+    grouped = to_megatron_core(layer().state_dict(), "grouped")
+    grouped["router.weight"] = torch.zeros(E + 1, D)
+    with pytest.raises(
+        CheckpointError, match=r"experts\.weight1 \[.*\] does not fit the router: 5 experts of width"
+    ):
+        from_megatron_core(grouped)
     with pytest.raises(CheckpointError, match=r"\(root\) has a router, but no experts"):
         from_megatron_core({"router.weight": torch.zeros(E, D)})
     with pytest.raises(CheckpointError, match="layout must be one of modules, te, stacked, grouped"):
