@@ -84,15 +84,12 @@ class TrainedHeads(nn.Module):
             raise CheckpointError(
                 f"mtp_loss={weight}: Transformers makes no heads of this {kind}: {error!r}"
             ) from error
-        own_ways = (
-            "logits_mup_width_multiplier",
-            "unpadded_vocab_size",
-        )  # of Inkling, between heads and logits
+        # Inkling has these between heads and logits
+        own_ways = ("logits_mup_width_multiplier", "unpadded_vocab_size")
         if hasattr(heads.embed_tokens, "embed_norm") or any(hasattr(heads.config, name) for name in own_ways):
             raise CheckpointError(f"mtp_loss={weight}: heads of {kind} embed tokens otherwise than the model")
-        if getattr(
-            heads.config, "layer_types", None
-        ):  # Mellum, whose heads may have another kind than any layer
+        # Mellum's heads may have another kind of attention than any layer
+        if getattr(heads.config, "layer_types", None):
             raise CheckpointError(
                 f"mtp_loss={weight}: layers of {kind} have several kinds of attention, which is not known of its "
                 "heads. Leave mtp_loss out: the heads are then saved as they were"

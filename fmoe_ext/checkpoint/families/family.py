@@ -48,9 +48,8 @@ class Layout:
     transposed: bool = False  # [E, D, 2H], gate before up, and [E, H, D]
     gated: bool = True  # False for experts of up [E, H, D] and down alone
     shared: str = ""  # prefix of the shared experts
-    shared_names: tuple[str, ...] = (
-        PROJECTIONS  # of their weights: two where gate and up are one, or there is no gate
-    )
+    # of their weights: two if gate and up are one, or there is no gate
+    shared_names: tuple[str, ...] = PROJECTIONS
     shared_gate: str = ""
     latent: tuple[str, str] | None = None  # projections to a narrower width before the experts, and back
     gate_scales: tuple[str, str] | None = None  # factors of NormedGate for its inputs and for its experts

@@ -18,10 +18,8 @@ from fmoe_ext.gguf.transforms import TensorTransform, renamed
 
 _SLIDING, _FULL = "sliding_attention", "full_attention"
 _PATTERN = "attention.sliding_window_pattern"
-_KEY, _VALUE = (
-    "attention.key_length",
-    "attention.value_length",
-)  # of layers with full attention; _swa: of the others
+# of layers with full attention; with _swa: of the others
+_KEY, _VALUE = "attention.key_length", "attention.value_length"
 _SOFTCAP, _SHARED = "final_logit_softcapping", "attention.shared_kv_layers"
 _UNROTATED = 1e30  # divides the frequency of what is not rotated
 _OWN = MappingProxyType(
