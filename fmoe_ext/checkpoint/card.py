@@ -48,6 +48,7 @@ def render_card(
     what: a sentence. base: the folder or name of the model that it was made from. facts: further lines of a table;
     those that are None are left out. command: in Python or of the shell. library, pipeline, tags: the hub's terms.
     """
+    # the hub's own keys
     head: dict[str, Any] = {
         "base_model": hub_name(base),
         "library_name": library,

@@ -79,6 +79,7 @@ def _inspect(checkpoint: convert.Checkpoint, in_json: bool, every_tensor: bool) 
         "",
         *table(("file", "bytes"), [(file.name, f"{size:,}") for file, size in sizes.items()]),
     ]
+    # A row for each layer, then for each tensor
     rows: list[tuple[str, ...]] = []
     for name, layer in layers.items():
         prefix = f"{name}.experts." if name else "experts."

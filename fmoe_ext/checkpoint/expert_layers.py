@@ -240,6 +240,7 @@ def _packed_part(base: ModelFolder, part: str, matrices: Sequence[Sequence[Matri
             file, begin = _place_of(base, piece.name)
             of_one.append(Span(file, begin, base.tensors[piece.name].num_bytes, i * num_bytes, piece.turn))
         spans.append(tuple(of_one))
+    # shape of one expert: rows of all its projections
     rows, columns = len(matrices[0]) * first.shape[0], first.shape[1]
     is_in_blocks = (matrices[0][0].format, part) == ("mxfp4", "data")  # as Quantized takes them
     shape = (rows, columns // 16, 16) if is_in_blocks else (rows, columns)

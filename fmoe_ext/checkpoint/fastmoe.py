@@ -84,6 +84,7 @@ def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, St
 
     Each is a dict with "model", or a state dict, of everything or, from rank 1 on, of experts only.
     """
+    # Megatron's files have the model under "model", nested by its parts; a bare state dict is one itself
     contents = [load_file(file, trust) for file in files]
     models = []
     for file, content in zip(files, contents, strict=True):

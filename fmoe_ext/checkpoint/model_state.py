@@ -144,6 +144,7 @@ class ModelState:
         again = self.model.state_dict(keep_vars=True)
         copies = []
         for name, value in self.tensors.items():
+            # compare addresses
             first, second = (
                 (t.to_local() if isinstance(t, DTensor) else t).untyped_storage().data_ptr()
                 for t in (value, again[self._keys[name]])

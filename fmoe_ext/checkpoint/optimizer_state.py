@@ -151,6 +151,7 @@ def compare(optimizer: Optimizer, model: ModelState, record: dict[str, Any], nam
         raise CheckpointError(
             f"the checkpoint has optimizer state for others too: {', '.join(sorted(extra))}"
         )
+    # A group of this optimizer gets the options of one saved group
     for i, group in enumerate(optimizer.param_groups):
         saved = {record["params"][model.name_of(param)] for param in group["params"]}
         if len(saved) > 1:
@@ -237,8 +238,10 @@ class Loading:
         for group in self.optimizer.param_groups:
             if not group["params"]:
                 continue
+            # compare() has checked that all parameters of the group were in one saved group
             number = self.record["params"][self.names[group["params"][0]]]
             for key, value in self.record["groups"][number].items():
+                # an option in a tensor, as a capturable optimizer's learning rate, keeps its memory
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)
                 else:

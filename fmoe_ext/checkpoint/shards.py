@@ -77,6 +77,7 @@ class Unfinished:
         self._file = place / _JOB
         self._about = json.loads(json.dumps(about))  # as the note will have it: tuples become lists
         self.done = {}
+        # .tmp: write_json() may have been interrupted
         others = [path for path in place.iterdir() if not path.name.endswith(".tmp")]
         if others:
             note = read_json(self._file) if self._file.exists() else {}

@@ -255,6 +255,7 @@ def verify(
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
     """Check size and SHA-256 of the files of a checkpoint, each on one rank; CheckpointError names the bad ones."""
+    # size before SHA-256: a truncated file need not be read
     wrong = []
     for name in share(sorted(manifest.files), process_group):
         file, expected = inside(path, name), manifest.files[name]

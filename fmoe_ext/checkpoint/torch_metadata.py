@@ -127,6 +127,7 @@ def _check_program(program: bytes) -> None:
             marks.append(len(stack))
         elif name in ("BINPUT", "LONG_BINPUT", "MEMOIZE"):
             index = len(memo) if argument is None else argument
+            # Python makes room up to the index
             if index > len(memo):
                 raise CheckpointError(f"it puts a value at {index} of a memo of {len(memo)}")
             memo[index : index + 1] = stack[-1:]
@@ -158,6 +159,7 @@ def read_metadata(path: Path) -> tuple[dict[str, SavedTensor], list[str]]:
             raise CheckpointError(f"{path} is larger than {_MAX_BYTES} bytes")
         program = path.read_bytes()
         _check_program(program)
+        # Build the records; from here on only checked fields of them are used
         metadata = _fields(_Unpickler(io.BytesIO(program)).load(), "Metadata")
         # {(key, offsets of a chunk): file, begin and length}
         places = {}

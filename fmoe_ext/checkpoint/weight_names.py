@@ -99,6 +99,7 @@ class WeightNames:
         pattern = found[0][0] if found else None
         if pattern is None:
             return None
+        # all parameters that the same tensors become
         targets = [other for other, of_other in self._found.items() if of_other == found]
         shapes = {name: tuple(self._parameters[name].shape) for name in targets if name in self._parameters}
         operations = ", ".join(type(step).__name__ for step in self._converters[pattern].operations)
@@ -174,6 +175,7 @@ class WeightNames:
             place = max((i for i, part in enumerate(parts) if part.isdigit()), default=0)
             numbers[parts[place]] = [*parts[:place], "{}", *parts[place + 1 :]]
         expected = list(map(str, range(num_experts)))
+        # else say which one is missing, or how many there are
         if len(names) == num_experts and numbers.keys() == set(expected):
             return
         missing = [number for number in expected if number not in numbers]
@@ -209,6 +211,7 @@ def as_written(model: Any, tensors: Mapping[str, StoredTensor]) -> dict[str, Sto
     from transformers import core_model_loading
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
+    # From modules to files: group the tensors that one converter takes, pass on the others under their new names
     renamings, converters, by_pattern = _table(model, reverse=True)
     # Transformers applies renamings behind the converters since 5.24
     is_renamed_last = hasattr(core_model_loading, "apply_renamings")
@@ -237,6 +240,7 @@ def as_in_modules(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, 
     """
     from transformers.core_model_loading import dot_natural_key, rename_source_key
 
+    # From files to modules, in the same way
     renamings, converters, by_pattern = _table(model, add_legacy=False)
     own = model.state_dict().keys()
     out: dict[str, torch.Tensor] = {}

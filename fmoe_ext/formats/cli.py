@@ -52,6 +52,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(
             f"left out, {len(report.left_out)} tensors that llama.cpp has no place for: {report.left_out_text}"
         )
+    # of GGUF alone: folders get the tokenizer's files
     if not report.has_vocabulary:
         print(
             f"model.gguf has no vocabulary, so servers of llama.cpp refuse it: {options.path} has no tokenizer",

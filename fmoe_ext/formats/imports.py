@@ -238,6 +238,7 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
         )
         config.output_router_logits = False
         setattr(model, HAD_ROUTER_LOGITS, True)  # what is saved says so again
+    # gates of ours keep no router logits: refuse a forward that asks for them
     for part in {model, getattr(model, "base_model", model)}:  # the part that computes the hidden states, too
         part.register_forward_pre_hook(_refuse_router_logits, with_kwargs=True)
     model.register_load_state_dict_pre_hook(_take_format)
@@ -301,6 +302,7 @@ def _converted(
 ) -> nn.Module:
     """Make our layer from a block's tensors, on its device and in its mode (training or not)."""
     gate = family.in_modules.gate
+    # keep_vars: the parameters themselves, which become ours
     values = {key: value for key, value in block.state_dict(keep_vars=True).items()}
     if family.in_modules.place:  # the block has other parts
         parts = tuple(f"{part.partition('.')[0]}." for part in (gate, *family.in_modules.experts))
@@ -351,6 +353,7 @@ def _converted(
         path, _, attribute = key.rpartition(".")
         module = layer.get_submodule(path)
         if attribute in module._parameters:
+            # frozen if the block's gate is
             value = nn.Parameter(value, requires_grad=like.requires_grad)
         setattr(module, attribute, value.to(like.device))
     layer.mark_parallel_comm("dp")

@@ -290,6 +290,7 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
             f"{family.name} holds models of {', '.join(family.holds)}, but this one is {source}: its attention, norms "
             f"or embeddings are others. For {source} there is {way_out}"
         )
+    # The width of shared experts, as the family says it
     if "num_shared" in family.config:
         # these families say how many shared experts of an expert's width there are, not their total width
         number, rest = divmod(facts["shared"], facts["d_hidden"])
@@ -310,6 +311,7 @@ def _make_config(family: Family, values: dict[str, Any], facts: dict[str, Any], 
     num_layers = values.get("num_hidden_layers") or len(values["layers_block_type"])
     dense = tuple(i for i in range(num_layers) if i not in moe_layers)
     moe |= {**family.layers(family.name, moe_layers, dense), **family.extra(values, facts)}
+    # One activation for experts and dense MLPs
     theirs = hidden_acts(family).get(facts.get("activation", ""))
     if theirs is not None and family.activation_key:
         moe[family.activation_key] = theirs

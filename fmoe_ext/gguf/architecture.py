@@ -180,6 +180,7 @@ class Architecture:
             return None
 
         found = {"vocab_size": shapes["token_embd.weight"][0]}
+        # Widths of routed, shared and dense MLPs
         experts, shared, dense = width("_exps"), width("_shexp"), width("")
         if experts is not None:
             found[facts["d_hidden"]] = experts
@@ -242,6 +243,7 @@ class Architecture:
         }
         if rope_of(config):
             found["rope.freq_base"] = float(rope_of(config)["rope_theta"])
+        # families name the width of experts differently; the number of shared ones is in routing()
         if hasattr(config, "moe_intermediate_size"):
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         if hasattr(config, "shared_expert_intermediate_size"):
@@ -304,6 +306,7 @@ class Architecture:
         mlp_kinds = getattr(config, "mlp_layer_types", None) or ()
         rope = rope_of(config)
         kind = rope.get("rope_type", "default")
+        # A window is lost unless the graph has one, or no layer uses it
         window, kinds = getattr(config, "sliding_window", None), getattr(config, "layer_types", None) or ()
         if "attention.sliding_window" in self.keys:
             is_window_lost = window is None  # the graph has one in any case

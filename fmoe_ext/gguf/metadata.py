@@ -184,8 +184,10 @@ def _why_not(architecture: Architecture, full: str, key: str, value: Any, expect
     if key.startswith(SCALING) and key not in architecture.keys:  # which rope() reads
         return ""
     attribute = architecture.attributes.get(key, "")
+    # The graph computes one value whatever the configuration says
     if attribute in architecture.fixed and not _same(architecture.fixed[attribute], value):
         return f"but the model is computed with {architecture.fixed[attribute]} in any case"
+    # The round trip
     if key in expected:
         # a file may say "not used" for a factor of 1
         said = 1 if value == 0 and key in UNUSED else value

@@ -128,6 +128,7 @@ class _Stack:
         if len(size) != 3:
             raise CheckpointError(f"{self.path}: {tensor.name} is {size}, expected [E, out, in]")
         self.shape = (size[0], size[1], size[2])
+        # experts follow each other in the tensor
         self.num_bytes = int(tensor.n_bytes) // size[0]
         if self.begin + int(tensor.n_bytes) > self.path.stat().st_size:
             raise CheckpointError(f"{self.path} is truncated: {tensor.name} ends behind it")
@@ -291,6 +292,7 @@ def outside_experts(
     # Each parameter of the model, from its parts in the file
     found, used = {}, {FREQUENCIES, *(factor.name for factor in scales.values())}
     for name, transform in transforms.items():
+        # parts of the tensor in the file; experts are gguf_layers()'s
         parts = [tensors[part] for part in transform.parts if part in tensors]
         first = transform.parts[0]
         weight = (

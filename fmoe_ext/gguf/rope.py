@@ -72,6 +72,7 @@ def rope_parameters(
         found["original_max_position_embeddings"] = context
         found |= attention_of(said, factor)
         found |= {parameter: said.pop(key) for key, parameter in YARN.items() if key in said}
+    # 1 is what llama.cpp multiplies by without the key
     if said.get("attn_factor") == 1:
         del said["attn_factor"]
     if said:
@@ -88,6 +89,7 @@ def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
     # llama.cpp rounds the bounds of YaRN's ramp: without rounding the model is another one, and nothing is filled in
     if rounds_yarn and not said.get("truncate", True):
         return said
+    # what Transformers takes for missing parameters
     defaults = {
         "beta_fast": 32,
         "beta_slow": 1,

@@ -6,8 +6,8 @@ its code. A file picks one by two names, and brings the tokens:
 
     tokenizer.ggml.model   how words become tokens
         gpt2     bytes are written as letters; merges by their rank
-        llama    SentencePiece: merges by the score of the token that they make; unknown bytes are <0x00> to <0xFF>
-        gemma4   merges by their rank; unknown bytes are <0x00> to <0xFF>
+        llama    SentencePiece: merges by the score of the token that they make; bytes of unknown characters are <0x00>
+        gemma4   merges by their rank; bytes of unknown characters are <0x00> to <0xFF>
     tokenizer.ggml.pre     the regular expressions that cut text into words, named after the first model that had them
 
 llama.cpp's converter recognises a pre-tokenizer by a hash of the ids that it gives to a sample text, so every new
@@ -134,6 +134,7 @@ class Vocabulary:
         for name, number in self.ids.items():
             getattr(writer, f"add_{name}_token_id")(number)
         for name, value in self.adds.items():
+            # keys of special tokens are named after the token, this one is not
             if name == "space_prefix":
                 writer.add_add_space_prefix(value)
             else:
@@ -197,6 +198,7 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
             name, "llama.cpp puts a bos token before each text for its kind of merges, and it does not"
         )
     template = tokenizer.chat_template
+    # several templates by name
     if isinstance(template, Mapping):
         template = [{"name": key, "template": text} for key, text in template.items()]
     return Vocabulary(
@@ -295,6 +297,7 @@ def _name_of(name: str, backend: Any, chain: Mapping[str, Any], steps: Sequence[
             expressions += [_GPT2] if step["use_regex"] else []
             continue
         expressions.append(json.dumps(step, ensure_ascii=False))
+    # Compare them with those that llama.cpp has
     found = PRE_TOKENIZERS.get(tuple(expressions))
     if found is None:
         known = ", ".join(other for names in PRE_TOKENIZERS.values() for other in names if other)

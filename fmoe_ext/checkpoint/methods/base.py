@@ -193,6 +193,7 @@ def nvfp4(
     is_divisor: the values are scales divided by that number, not multiplied.
     """
     rows, columns = shape
+    # the operators need whole blocks of 32 columns
     if columns % (2 * NVFP4_BLOCK):
         return None
     data, scale, whole = names

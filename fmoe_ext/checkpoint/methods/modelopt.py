@@ -49,6 +49,7 @@ class Modelopt(Kind):
                 refuse(folder, f"modelopt with quant_algo {name!r}")
 
     def matrix(self, base: ModelFolder, stem: str) -> Matrix | Decoded:
+        # AWQ-like: inputs would have to be multiplied, too
         if f"{stem}.pre_quant_scale" in base.tensors:
             refuse(base.folder, f"{stem}.pre_quant_scale, which scales inputs")
         name, scale, whole = (f"{stem}.weight{part}" for part in ("", "_scale", "_scale_2"))

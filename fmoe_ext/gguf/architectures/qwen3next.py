@@ -61,6 +61,7 @@ class Qwen3Next(Architecture):
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = super().config(fields, shapes, factors)
         size = head_size(self.name, values.pop("inner_size"), values["linear_num_value_heads"])
+        # the file has the width of all value heads together
         return {**values, "linear_value_head_dim": size}
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
