@@ -55,6 +55,7 @@ def render_card(
         "pipeline_tag": pipeline,
         "tags": ["fmoe_ext", "mixture-of-experts", *tags],
     }
+    # the table under the title
     rows = {"base model": shown(base), **facts}
     return "\n".join(
         [

@@ -124,6 +124,7 @@ class Writer(FileSystemWriter):
     tensors: dict[str, SavedTensor]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        # Where every rank has written each of its chunks
         places = {result.index: result.storage_data for of_rank in results for result in of_rank}
         self.tensors = {}
         for key, entry in metadata.state_dict_metadata.items():
@@ -167,6 +168,7 @@ class Reader(StorageReader):
             value = _load_chunk(self.folder, key, chunk, tensor.torch_dtype)  # once for all items, then freed
             for item in items:
                 begins = zip(item.storage_offsets, item.lengths, strict=True)
+                # the box of the chunk that goes into this tensor
                 target = planner.resolve_tensor(item).detach()
                 target.copy_(value[tuple(slice(begin, begin + length) for begin, length in begins)])
                 planner.commit_tensor(item, target)
@@ -282,6 +284,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
         raise
     except Exception as error:  # of zipfile and torch, for damaged content of any kind
         raise CheckpointError(f"{text} cannot be read: {type(error).__name__}: {error}"[:500]) from error
+    # nothing but the tensor that was announced
     if type(value) is not torch.Tensor or value.layout != torch.strided:
         raise CheckpointError(f"{text} is no tensor")
     if value.dtype != dtype or tuple(value.shape) != chunk.sizes:

@@ -36,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             if checkpoint.manifest is not None and checkpoint.files:  # hold it: no save(keep=) removes it
                 until_read.enter_context(read_locked(checkpoint.files[0].with_name("manifest.json")))
             if options.verify:
+                # only our checkpoints and safetensors files have checksums
                 files = [f for f in checkpoint.files if checkpoint.manifest or f.suffix == ".safetensors"]
                 with progress_bar("verifying", sum(file.stat().st_size for file in files)) as progress:
                     count = checkpoint.verify(progress)
@@ -70,6 +71,7 @@ def _inspect(checkpoint: convert.Checkpoint, in_json: bool, every_tensor: bool) 
         }
         print(as_json(content))
         return
+    # As a table
     num_params = sum(math.prod(t.shape) for t in tensors.values())
     of_experts = sum(math.prod(t.shape) for name, t in tensors.items() if EXPERT_NAME.fullmatch(name))
     lines = [

@@ -44,6 +44,7 @@ def _newest(path: Path) -> Path:
     """Return the folder of one step: path itself, or the one that its file "latest" names."""
     if not (path / _LATEST).is_file():
         return path
+    # DeepSpeed's tags are any text; only those that are names of a folder beside it are followed
     tag = read_text(inside(path, _LATEST)).strip()
     if not re.fullmatch(r"[\w.-]{1,200}", tag):
         raise CheckpointError(

@@ -61,6 +61,7 @@ class Part:
 
     def read(self, expert: int) -> torch.Tensor:
         """Read one expert from the files -> [*shape]."""
+        # As streaming does it, into a buffer for one expert
         buffer = np.zeros(self.num_bytes, np.uint8)
         for span in self.spans[expert]:
             raw = []
@@ -83,6 +84,7 @@ class Part:
                 values = torch.from_numpy(span.turned(*raw)).view(self.dtype)
                 return values.to(dtype).view(torch.uint8).numpy()
 
+            # the same element of a buffer in the other dtype
             return span._replace(at=span.at // self.dtype.itemsize * dtype.itemsize, turn=turn)
 
         return Part(self.shape, dtype, tuple(tuple(map(cast, of_expert)) for of_expert in self.spans))

@@ -192,6 +192,7 @@ def explained(path: Path, num_bytes: int) -> Iterator[None]:
         # torch's writer swallows the error of the system and complains of a position in the file
         if not _means_no_space(error) and "unexpected pos" not in text_of(error):
             raise
+        # the folder that is there, to ask how much is free
         folder = next(parent for parent in (path, *path.absolute().parents) if parent.is_dir())
         raise CheckpointError(
             f"{path}: no space left on the device, or a limit on the size of files (ulimit -f): "
@@ -204,6 +205,7 @@ def _means_no_space(error: BaseException | None) -> bool:
     while error is not None and seen < 20:
         if isinstance(error, OSError) and (error.errno in _NO_SPACE or " requested and " in str(error)):
             return True  # ndarray.tofile's error has no errno, only this text
+        # look into each rank's error, then into its causes
         failures = getattr(error, "failures", {})  # of torch.distributed.checkpoint: one of each rank
         if any(_means_no_space(cause) for cause, _ in failures.values()):
             return True

@@ -91,6 +91,7 @@ class Manifest:
     def read(cls, folder: Path) -> "Manifest":
         path = inside(folder, "manifest.json")
         content = read_json(path)
+        # the digest before the version: a damaged version must not look like one of the future
         expected, version = content.pop("sha256", None), content.get("version")
         if _digest(content) != expected:
             raise CheckpointError(
@@ -111,6 +112,7 @@ class Manifest:
             self.extras = decode_keys(self.extras)
         except (TypeError, ValueError, RecursionError) as error:
             raise CheckpointError(f"{path} is damaged: {error}"[:500]) from error
+        # The digest shows damage, not malice: look at the types of everything
         for name, expected in _TYPES.items():
             if not isinstance(getattr(self, name), expected):
                 raise CheckpointError(f"{path} is damaged: its {name!r} is {getattr(self, name)!r}"[:500])

@@ -256,6 +256,7 @@ def iteration_folder(path: Path) -> Path:
     """Find the folder of one iteration: path itself, or the one that the tracker file in it names."""
     if not (path / TRACKER).exists():
         return path
+    # a number or "release", so that nothing outside of the folder can be named
     text = read_text(inside(path, TRACKER))
     if not re.fullmatch(r"release|\d{1,18}", text, re.ASCII):
         raise CheckpointError(f"{path / TRACKER} must hold a number or 'release', but holds {text[:80]!r}")

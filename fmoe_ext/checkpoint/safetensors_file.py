@@ -176,6 +176,7 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
     for part in tensor.parts():
         value = part if part.dim() else part[None]
         num_rows += value.shape[0]
+        # checked before it is written: the header says already where each tensor ends
         if value.shape[1:] != expected[1:] or value.dtype != tensor.dtype or num_rows > expected[0]:
             break  # more or other rows than the header has room for
         yield value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data

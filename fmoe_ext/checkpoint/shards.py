@@ -79,6 +79,7 @@ class Unfinished:
         self.done = {}
         # .tmp: write_json() may have been interrupted
         others = [path for path in place.iterdir() if not path.name.endswith(".tmp")]
+        # The place holds a job: it must be this one
         if others:
             note = read_json(self._file) if self._file.exists() else {}
             if note.get("about") != self._about:

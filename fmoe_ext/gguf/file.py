@@ -154,6 +154,7 @@ class GgufFile:
 
     @property
     def architecture(self) -> str:
+        # needed before values() checks all keys
         field = self.fields.get("general.architecture")
         if field is None or [kind.name for kind in field.types] != ["STRING"]:
             self._refuse("general.architecture is not there, or no text")

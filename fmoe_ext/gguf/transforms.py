@@ -76,9 +76,11 @@ def of_experts(prefix: str, gated: bool, interleaved: bool) -> dict[str, TensorT
 
     interleaved: Transformers has [E, in, out] with columns gate, up, gate, up, ..., and biases [E, out] (GPT-OSS).
     """
+    # [E, rows, in] each
     gate, up, down = _WEIGHTS
     if not gated:
         return {f"{prefix}up_proj": renamed(up), f"{prefix}down_proj": renamed(down)}
+    # gate and up are halves of the rows [E, 2H, in]
     if not interleaved:
         return {f"{prefix}gate_up_proj": halves(gate, up, 1), f"{prefix}down_proj": renamed(down)}
     return {

@@ -47,6 +47,7 @@ _FAMILY = Family(
     layers=first_dense,
 )
 
+# The same facts by the names of Kimi Linear and Ling
 _KIMI = MappingProxyType(
     {
         **_FAMILY.config,

@@ -67,6 +67,7 @@ class Piece(NamedTuple):
         """Make the piece from the tensor in the file."""
         if self.turn is None:
             return tensor.reshape(self.shape)
+        # as bytes, because NumPy lacks bfloat16 and FP8
         turned = self.turn(tensor.reshape(-1).view(torch.uint8).numpy())
         return torch.from_numpy(turned.reshape(-1).view(np.uint8)).view(self.dtype).reshape(self.shape)
 
@@ -169,6 +170,7 @@ class Kind:
     def is_packed(self, base: ModelFolder, stem: str) -> bool:
         """True for a layer in this format, complete or not."""
         found = [base.tensors[stem + data] for data in self.data if stem + data in base.tensors]
+        # a layer without scales is incomplete if its numbers are no floats: matrix() then names what is missing
         return bool(found) and (self.has(base, stem) or found[0].dtype not in FLOATS)
 
     def stem_of(self, name: str) -> str | None:
@@ -230,6 +232,7 @@ def fp4(data: torch.Tensor) -> torch.Tensor:
 def scaled(values: torch.Tensor, scale: torch.Tensor, rows: int, columns: int) -> torch.Tensor:
     """Multiply each block of rows x columns of a matrix by its entry of scale [row blocks, column blocks]."""
     out, width = values.shape
+    # the block of each row and column; last blocks may be smaller
     of_row = torch.arange(out, device=scale.device) // rows
     of_column = torch.arange(width, device=scale.device) // columns
     return values * scale[of_row][:, of_column]

@@ -77,6 +77,7 @@ class Bitsandbytes(Kind):
 def _nested(base: ModelFolder, stem: str, offset: float, block: int, num_scales: int) -> Turn:
     """Make the Turn of nested scales, uint8 [n] -> float32; the table and scales that it needs are small: read now."""
     absmax, code = f"{stem}.weight.nested_absmax", f"{stem}.weight.nested_quant_map"
+    # 256 values of the table, and a scale for each 256 scales
     values = []
     for name, size in ((absmax, -(-num_scales // 256)), (code, 256)):
         shape, dtype = stored(base, name, 1)

@@ -101,6 +101,7 @@ def _block(base: ModelFolder, name: str, shape: tuple[int, int]) -> tuple[int, i
     """Find (rows, columns) of the block that an entry of a matrix's scale is for, by the shape of the scale."""
     scale = base.tensors[name]
     said = tuple(base.quantization.get("weight_block_size") or ())
+    # What the settings say, or the usual block, rows, the whole matrix
     known = [said] if said else [(FP8_BLOCK, FP8_BLOCK), (1, shape[1]), shape]
     known += [(1, MX_BLOCK)] if scale.dtype in EXPONENTS else []
     for block in known:

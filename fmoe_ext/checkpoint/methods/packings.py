@@ -33,6 +33,7 @@ class Packing(NamedTuple):
         return {**self.config, self.ignored: sorted(set(plain))}
 
 
+# quantization_config of compressed-tensors, whose one group has all linear layers
 def _compressed(format: str, **weights: Any) -> dict[str, Any]:
     kind = {"num_bits": 4, "type": "float", "symmetric": True, "dynamic": False, **weights}
     group = {"targets": ["Linear"], "weights": kind, "input_activations": None, "output_activations": None}
@@ -51,6 +52,7 @@ def _mxfp4(packed: Quantized) -> dict[str, torch.Tensor]:
 
 def _nvfp4(packed: Quantized) -> dict[str, torch.Tensor]:
     assert packed.zero is not None
+    # [factor, divisor], the same for every row
     factors = packed.zero[0, 0]
     whole = (factors[1] / factors[0])[None]  # compressed-tensors divides by it
     return {
@@ -66,6 +68,7 @@ def _with_inverse(packed: Quantized) -> dict[str, torch.Tensor]:
 
 def _nf4(packed: Quantized) -> dict[str, torch.Tensor]:
     shape = list(packed.shape[1:])
+    # quant_state: JSON in a tensor of bytes, which says what the flat weight is
     state = {"quant_type": "nf4", "blocksize": packed.kind.block, "dtype": "bfloat16", "shape": shape}
     text = bytearray(json.dumps(state).encode())
     return {

@@ -43,6 +43,7 @@ class DeepseekV2(Architecture):
     defaults = MappingProxyType({"q_lora_rank": None})
 
     def heads(self, values: Values) -> Values:
+        # a head of queries and keys has a part with rotary embeddings and one without
         nope = values.pop("qk_head_dim") - values["qk_rope_head_dim"]
         return {"num_key_value_heads": values["num_attention_heads"], "qk_nope_head_dim": nope}
 
@@ -54,6 +55,7 @@ class DeepseekV2(Architecture):
         return dict.fromkeys(("mscale", "mscale_all_dim"), 10 * scale if scale > 0 else 0)
 
     def attention(self, config: Any) -> dict[str, Any]:
+        # attention as llama.cpp computes it, with one latent head, and (_mla) as the model has it
         found = {
             "attention.head_count_kv": 1,
             "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,

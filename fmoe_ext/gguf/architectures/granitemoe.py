@@ -14,6 +14,7 @@ from fmoe_ext.gguf.architecture import Architecture, Fields, Shapes, Values
 from fmoe_ext.gguf.recurrent import KEY_HEADS, head_size, heads_of, kinds_of, of_mamba, one_number
 from fmoe_ext.gguf.transforms import TensorTransform, halves, renamed
 
+# Granite multiplies attention, embeddings, residuals and logits by numbers of its own
 _SCALES = MappingProxyType(
     {
         "attention.scale": "attention_multiplier",
@@ -53,6 +54,7 @@ class GraniteMoe(Architecture):
         return {}
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
+        # the package knows the router by its name in files, router.layer.weight
         router = f"{self.family.in_modules.block}.router.weight"
         return {**super().transforms(config), router: renamed("ffn_gate_inp.weight")}
 
@@ -108,6 +110,7 @@ class GraniteHybrid(GraniteMoeShared):
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
         values = one_number(self.name, super().config(fields, shapes, factors))
+        # The file has the width of all Mamba heads together, the configuration their size and the factor of widths
         inner, width = values.pop("inner_size"), values["hidden_size"]
         values["mamba_d_head"] = head_size(self.name, inner, values["mamba_n_heads"])
         if type(width) is not int or width < 1 or inner % width:
@@ -115,6 +118,7 @@ class GraniteHybrid(GraniteMoeShared):
                 f"{self.name}.ssm.inner_size is {inner}, no multiple of embedding_length {width!r}"
             )
         values["mamba_expand"] = inner // width
+        # Layers of attention have rotary embeddings, or no positions at all
         rotates = values["position_embedding_type"]
         if type(rotates) is not bool:
             raise CheckpointError(f"{self.name}.{_ROPE} is {rotates!r}, expected true or false")

@@ -82,6 +82,7 @@ class Qwen3Next(Architecture):
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
         return {
             **super().transforms(config),
+            # Transformers multiplies by 1 + w in these norms, and the file has 1 + w
             **{
                 f"{norm}.weight": plus_one(f"{part}.weight")
                 for norm, part in (
