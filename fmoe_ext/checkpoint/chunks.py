@@ -66,7 +66,7 @@ class SavedTensor:
 
     dtype: str  # its name in torch, as "float32"
     shape: tuple[int, ...]
-    chunks: tuple[Chunk, ...]  # all of it, each element once
+    chunks: tuple[Chunk, ...]  # all of it, each element once (check)
 
     def check(self, key: str) -> None:
         """Raise CheckpointError unless the types are right, and the chunks fit the tensor and have bytes for it."""
@@ -92,9 +92,31 @@ class SavedTensor:
                 raise CheckpointError(
                     f"{key}: a chunk {list(chunk.sizes)} of {self.dtype} in {chunk.num_bytes} bytes"
                 )
-        # as many elements as the tensor has
+        # As many elements as the tensor has, and none of them twice: then none is missing
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
             raise CheckpointError(f"the chunks of {key} are not together {list(self.shape)}")
+        if self._has_overlap():
+            raise CheckpointError(f"the chunks of {key} {list(self.shape)} overlap")
+
+    def _has_overlap(self) -> bool:
+        """True if two chunks have an element in common."""
+        if len(self.chunks) < 2 or not self.shape:
+            return False
+        boxes = [tuple(zip(c.offsets, c.sizes, strict=True)) for c in self.chunks if math.prod(c.sizes)]
+        if not boxes:
+            return False
+        # Sweep along the dimension that is cut most often: there few chunks are side by side
+        along = max(range(len(self.shape)), key=lambda d: len({box[d][0] for box in boxes}))
+        beside: list[tuple[tuple[int, int], ...]] = []  # earlier chunks that reach to the current one
+        for box in sorted(boxes, key=lambda box: box[along][0]):
+            beside = [other for other in beside if sum(other[along]) > box[along][0]]
+            if any(
+                all(a < b + n and b < a + m for (a, m), (b, n) in zip(box, other, strict=True))
+                for other in beside
+            ):
+                return True
+            beside.append(box)
+        return False
 
     @property
     def torch_dtype(self) -> torch.dtype:

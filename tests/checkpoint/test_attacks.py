@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from fmoe_ext import FMoETransformerMLP, checkpoint
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.chunks import Chunk, SavedTensor
 from fmoe_ext.checkpoint.cli import main
 from fmoe_ext.checkpoint.torch_metadata import read_metadata
 from tests.checkpoint.forged import (
@@ -199,6 +200,39 @@ def test_places_of_chunks(tmp_path, ours, kind):
     refused(
         sign(ours, lambda manifest: change(manifest["tensors"][KEY]["chunks"][0])), tmp_path / "out", text
     )
+
+
+def test_chunks_that_overlap(tmp_path, ours):
+    """As many elements as the tensor has, but the first half twice: the second would keep what memory has."""
+
+    def twice(manifest):
+        chunks = manifest["tensors"][KEY]["chunks"]
+        offsets, sizes, *place = chunks[0]
+        assert sizes[0] % 2 == 0
+        chunks[:] = [[offsets, [sizes[0] // 2, *sizes[1:]], *place]] * 2
+
+    refused(sign(ours, twice), tmp_path / "out", r"the chunks of .* overlap")
+
+
+@pytest.mark.parametrize(
+    ("shape", "boxes", "overlap"),
+    [
+        ((4, 4), [((0, 0), (2, 4)), ((2, 0), (2, 2)), ((2, 2), (2, 2))], False),
+        ((4, 4), [((0, 0), (2, 4)), ((1, 0), (2, 2)), ((2, 2), (2, 2))], True),
+        ((1, 6), [((0, i), (1, 1)) for i in range(6)], False),
+        ((6,), [((0,), (4,)), ((4,), (0,)), ((4,), (2,))], False),  # a rank that has no rows
+        ((6,), [((0,), (4,)), ((3,), (2,))], True),
+        ((), [((), ())], False),
+    ],
+)
+def test_overlap_of_boxes(shape, boxes, overlap):
+    chunks = tuple(Chunk(offsets, sizes, "f", 0, 2**10) for offsets, sizes in boxes)
+    tensor = SavedTensor("float32", shape, chunks)
+    if overlap:
+        with pytest.raises(CheckpointError, match=r"the chunks of t .*overlap"):
+            tensor.check("t")
+    else:
+        tensor.check("t")
 
 
 @pytest.mark.parametrize("name", ["../x", "/etc/passwd", "a/b", "..", "", "a\\b", "a\0b"])
