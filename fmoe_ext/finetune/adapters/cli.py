@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folder = local_path(options.path, (CONFIG, WEIGHTS))
         adapter = read_adapter(folder, options.packing, options.orientation)
+        # merge --to packed opens its base by itself: it may be a GGUF file
         if options.command == "merge":
             has_text = options.text is not None or options.tokens is not None
             if options.to == "packed":
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
         base = ModelFolder(local_path(options.base)) if options.base else None
         if base is not None:
-            decode(base)
+            decode(base)  # packed weights read as floats from here on
             base.check_plain()
         if options.command == "convert":
             convert(adapter, options.to, Path(options.out), base, check=not options.unchecked)
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.model and base is None:
             raise CheckpointError("--model needs --base FOLDER")
+        # check; its --model needs a merged model, which is written to a folder for that time
         report = check(adapter, base)
         if options.model and base is not None and not report["problems"]:
             with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -112,6 +114,7 @@ def _as_text(report: dict[str, Any]) -> str:
     head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")
     rows = []
     for row in report["rows"]:
+        # sizes are of the base's projections: where those differ from the adapter's, of the first that is part of it
         delta = report.get("delta", {}).get(row["layer"], {})
         shares = delta.get(row["projection"]) or [s for r, s in delta.items() if r in row["projection"]][:1]
         flat = shares[0] if shares and isinstance(shares[0], list) else shares

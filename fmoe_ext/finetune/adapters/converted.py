@@ -1,8 +1,8 @@
-"""Changes of weights that the files hold joined, split or in another order, by Transformers' own converters.
+"""Compute the changes of weights that the files hold joined, split or in another order, for merge.
 
-A converter that only moves numbers is linear: given the changes of parameters instead of their values it makes the
-changes of the tensors in the files. Whether it is linear nobody says, so the changes are sent there and back, and
-must return to the bit.
+Transformers' own converters turn the parameters of a model into the tensors of its files. A converter that only moves
+numbers is linear: given the changes of parameters instead of their values, it makes the changes of the tensors in the
+files. Whether it is linear nobody says, so the changes are sent there and back, and must return to the bit.
 """
 
 from __future__ import annotations
@@ -51,6 +51,7 @@ class _ConvertedChanges:
         return self._in_files(self._of_parameters())[name]
 
     def _of_parameters(self) -> dict[str, torch.Tensor]:
+        """Compute the changes of all parameters of the converter: zeros where there is no adapter."""
         factors = [factor for a, b, _ in self._pairs.values() for factor in (a, b)]
         wide = torch.float32
         for factor in factors:

@@ -40,9 +40,9 @@ from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_M
 _MOST_MATCHES = 10**7  # of patterns with the names of modules: a second or so
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of PEFT, before the model's own names
-# six digits: a file that says expert 10**9 must not make us count to it
 _LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
 _FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
+# numbers of six digits at most: a file that names expert 10**9 must not make us count to it
 _NUMBERED = re.compile(
     rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{_LEAVES})\.lora_(?P<ab>[AB])\.weight"
 )
