@@ -74,7 +74,8 @@ def compute_in_parts(
     x_rows = ops.permute(x, row_idx, inverse).split(sizes)
     # Rows get their weights [R, 1] here if the operator can multiply by them, else when they are summed.
     activation = activation_of(experts, is_packed)
-    is_weighted = activation is not None and not getattr(experts, "has_post_expert_norm", False)
+    has_norm = getattr(experts, "has_post_expert_norm", False)
+    is_weighted = activation is not None and not has_norm
     of_rows = topk_weights.reshape(-1)[row_idx.clamp(min=0).long()][:, None]
     row_weights = (of_rows if is_weighted else torch.ones_like(of_rows)).split(sizes)
     # Choose as compute() chooses frozen_mlp; under autocast compute() casts, which _Computed repeats.
@@ -97,8 +98,9 @@ def compute_in_parts(
         )
         tensors = x_rows[i], row_weights[i], *(t[i] for t in (*trained, *given))
         if is_frozen:
-            rows.append(frozen_mlp_borrowing(borrowed, *tensors))
-        else:
+            of_part = frozen_mlp_borrowing(borrowed, *tensors)
+            rows.append(experts.post_expert_norm(of_part) if has_norm else of_part)
+        else:  # compute() norms them
             rows.append(_Computed.apply(_Call(experts, borrowed, lora_type), *tensors))
     rows.append(torch.zeros_like(x_rows[-1]))
     return ops.unpermute(torch.cat(rows), row_idx, inverse, None if is_weighted else topk_weights)
