@@ -1,10 +1,13 @@
-"""PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight.
+"""Give PEFT's adapters of experts' weights to operators that take them beside the weight: lora.fuse().
 
-PEFT computes experts with W + scale B A: it adds a product of the size of all experts' weights up in each forward,
-which packed and streamed weights do not even have. lora.fuse() makes its wrappers FusedParamWrapper: they hand A
-[E, r, in] and B [E, out, r] to the experts below instead, which compute x W^T + scale (x A^T) B^T for the rows of
-each expert, with r columns in between. The parameters, their names and PEFT's files stay. Where PEFT has no adapter
-active, or has merged it, its own forward runs.
+PEFT computes experts (target_parameters) with W + scale B A: in each forward it adds up a product of the size of all
+experts' weights, which packed and streamed weights do not even have. lora.fuse() makes its wrappers FusedParamWrapper:
+they hand A [E, r, in] and B [E, out, r] to the experts below instead, which compute for the rows x of each expert
+
+    x W^T + scale (x A^T) B^T
+
+with r columns in between. The parameters, their names and PEFT's files stay. Where PEFT has no adapter active, or has
+merged it, its own forward runs.
 """
 
 import re
@@ -40,7 +43,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 
     @property
     def adapter(self) -> Lora | None:
-        """The sum of the active adapters; None where PEFT computes without any, or with merged weights."""
+        """Return the sum of the active adapters; None where PEFT computes without any, or with merged weights."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not names:
             return None
@@ -55,7 +58,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         if len(factors) == 1:
             a, b, scale = factors[0]
             return Lora(a.to(dtype), b.to(dtype), scale)
-        # several adapters are one of all their ranks
+        # several adapters are one whose rank is the sum of theirs
         a = torch.cat([a for a, _, _ in factors], dim=1)
         b = torch.cat([b * scale for _, b, scale in factors], dim=2)
         return Lora(a.to(dtype), b.to(dtype), 1.0)
@@ -72,7 +75,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 
     @property
     def fused_adapter(self) -> Lora | None:
-        """The adapter of an FMoELinear whose weight may be read without a call; else None."""
+        """Return the adapter of an FMoELinear whose weight may be read without a call; else None."""
         base = self.base_layer
         may_be_read = isinstance(base, FMoELinear) and not base.must_be_called and not self.must_be_called
         return self.adapter if may_be_read else None
@@ -86,7 +89,7 @@ FusedParamWrapper.__name__ = ParamWrapper.__name__  # by which PEFT knows wrappe
 
 
 def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
-    """Make every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
+    """Make every wrapper of an expert weight a FusedParamWrapper; see lora.fuse. All is checked before one changes."""
     if quantize is not None and quantize not in ROUNDED:
         raise ValueError(f'quantize must be one of {", ".join(ROUNDED)}, but got "{quantize}"')
     if tuple(int(part) for part in peft.__version__.split(".")[:2]) < _OLDEST:
@@ -106,6 +109,7 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
                 _refuse_ignored_options(
                     config, path.removeprefix("base_model.model.").removesuffix(".base_layer")
                 )
+    # quantize= needs weights that lie packed so in files
     if quantize is not None:
         for path, wrapper in wrappers.items():
             streamed = getattr(wrapper.get_base_layer(), "streamed", None)
@@ -148,7 +152,7 @@ def _refuse_ignored_options(config: Any, path: str) -> None:
 
 
 def _takes_adapters(wrapper: ParamWrapper) -> bool:
-    """True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
+    """Return True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
     base = wrapper.get_base_layer()
     if isinstance(base, FMoELinear):
         return bool(wrapper.parameter_name == "weight")

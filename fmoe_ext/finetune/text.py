@@ -1,4 +1,4 @@
-"""The text that experts are measured on: a file of text or of token ids, in sequences of one length."""
+"""Read the text that experts are measured on, as token ids in sequences of one length: for merge, prune and export."""
 
 from __future__ import annotations
 
@@ -65,7 +65,9 @@ def tokenize(file: Path, model: str | Path) -> Tensor:
 def sequences(
     tokens: Tensor, seq_len: int, held_out: float, num_experts: int, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Cut ids [N] into sequences [n, seq_len] to measure on and [m, seq_len] to test on; the remainder is dropped.
+    """Cut ids [N] into sequences [n, seq_len] to measure on and, behind them, [m, seq_len] to test on.
+
+    m is the share held_out of all sequences, rounded up; tokens behind the last whole sequence are dropped.
 
     Raises CheckpointError for other shapes, foreign ids, and fewer than _FEWEST_TOKENS for each expert.
     """

@@ -1,4 +1,4 @@
-"""Transformers' MoE models with their experts spread over the ranks of a group, on the exchange of fmoe_ext.
+"""Spread the experts of a Transformers MoE model over the ranks of a group: huggingface.expert_parallel().
 
 An experts module of Transformers has all its experts in stacked parameters [E, ...]. A rank keeps the rows of its
 own E / ranks experts, and an ExpertParallel through which experts_forward sends the tokens. PEFT's adapters of
@@ -38,7 +38,8 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
             "experts could be spread over ranks"
         )
     size = dist.get_world_size(find_group(register_group(group)))
-    for experts in modules:  # before any module has changed
+    # Check all modules before any is changed.
+    for experts in modules:
         name = type(experts).__name__
         if getattr(experts, "expert_parallel", None) is not None:
             raise ValueError(f"the experts of {name} are spread over ranks already")
@@ -46,6 +47,7 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
             check_plain(p)  # Transformers' own expert parallelism has made it a DTensor
             if p.shape[0] % size != 0:
                 raise ValueError(f"{name} has {p.shape[0]} experts, which {size} ranks cannot share evenly")
+    # Keep this rank's experts of each, and of PEFT's adapters.
     for experts in modules:
         whole = dict(_stacks(experts))
         num_local = next(iter(whole.values())).shape[0] // size
@@ -54,10 +56,12 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
         for name, p in whole.items():
             with torch.no_grad():
                 own = keep_rows(p, first, end)
-            own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads
+            # what DistributedGroupedDataParallel reads
+            own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]
             setattr(experts, name, own)
         for _, wrapper in adapters_around(model, experts):
             _keep_own_adapters(wrapper, first, end, expert_dp_comm)
+    # generate() and save_pretrained() with the other ranks; the base of a PeftModel generates and saves for it.
     if is_peft_model(model):
         replace_save_pretrained(model, save_adapters)
         model = model.get_base_model()
@@ -71,7 +75,7 @@ def _generate(model: Any, *args: Any, synced_gpus: bool = True, **kwargs: Any) -
 
 
 def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter [E, ...]) of what each expert of an experts module of Transformers has of its own."""
+    """Yield (name, parameter [E, ...]) of what each expert of an experts module of Transformers has of its own."""
     return ((name, p) for name, p in experts.named_parameters(recurse=False) if name in _STACKED)
 
 
@@ -100,12 +104,12 @@ def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """True for a model that PEFT has wrapped."""
+    """Return True for a model that PEFT has wrapped."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def adapters_around(model: nn.Module, experts: nn.Module | None = None) -> Iterator[tuple[str, Any]]:
-    """(name, PEFT's wrapper of one weight) around an experts module, or around any whose experts are spread."""
+    """Yield (name, PEFT's wrapper of one weight) around an experts module, or around any whose experts are spread."""
     for name, module in model.named_modules():
         if not hasattr(module, "get_base_layer") or not hasattr(module, "lora_A"):
             continue
@@ -120,6 +124,7 @@ def _keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
     """Keep the adapters of experts [first, end) only; comm: the tag of their parameters (param.dp_comm)."""
     for name in wrapper.lora_A:
         a, b = wrapper.lora_A[name], wrapper.lora_B[name]
+        # A [E * r, in] as [E, r, in], B [out, r * E] as [out, r, E]
         own_a = a.weight.reshape(wrapper.num_experts, -1, a.weight.shape[1])[first:end].flatten(0, 1)
         own_b = b.weight.reshape(b.weight.shape[0], -1, wrapper.num_experts)[..., first:end].flatten(1)
         for linear, own in ((a, own_a), (b, own_b)):
