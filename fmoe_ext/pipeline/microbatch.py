@@ -1,4 +1,4 @@
-"""The values of a batch and its microbatches, and losses that are sums over their tokens."""
+"""Helpers for the values of a batch and its microbatches, and the usual loss: a sum over tokens, and their count."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
