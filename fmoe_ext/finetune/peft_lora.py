@@ -129,6 +129,7 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
 
 def _refuse_ignored_options(config: Any, path: str) -> None:
     """Raise ValueError for options that PEFT takes and leaves out for target_parameters. path: of the experts."""
+    # PEFT applies these to target_modules alone, so that it would train something else than was asked for
     number = re.search(r"\.(\d+)\.", path)
     layers, excluded = config.layers_to_transform, config.exclude_modules or ()
     layers = [layers] if isinstance(layers, int) else layers

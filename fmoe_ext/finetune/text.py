@@ -82,6 +82,7 @@ def sequences(
             f"the text has token {int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())}, but the model a "
             f"vocabulary of {vocabulary}"
         )
+    # the end of the text is for the test
     whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
     num_test = math.ceil(len(whole) * held_out)
     measured, fewest = (len(whole) - num_test) * seq_len, _FEWEST_TOKENS * num_experts

@@ -158,6 +158,8 @@ def _read_fc(path: str, layer: Any) -> Target | None:
         and any("attn" in name or "attention" in name for name, _ in layer.named_children())
     ):
         return None
+    # The layer calls activation_fn, dropout and fc2 on what fc1 returns. Behind the MoE layer, which takes fc1's place,
+    # they must do nothing.
     p = getattr(layer, "activation_dropout", 0.0)
 
     def finish() -> None:

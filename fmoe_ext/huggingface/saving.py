@@ -52,6 +52,7 @@ def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
         )
     from huggingface_hub import HfApi
 
+    # Does the repository have a card already? Made first, as push_to_hub() does, for its full name.
     api, revision = HfApi(token=options.get("token")), options.get("revision")
     full = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
     has_card = api.file_exists(full, "README.md", revision=revision)
@@ -192,7 +193,7 @@ def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str 
     from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
 
     with gathered(folder, model) as whole:
-        if whole is not None:
+        if whole is not None:  # on the first rank, which writes what Transformers' save_pretrained() would
             with replacing(folder) as unfinished:
                 write_model_files(unfinished, whole.tensors, num_bytes_of(max_shard_size))
                 describe(model.config, model, usual_dtype(whole.tensors.values()))

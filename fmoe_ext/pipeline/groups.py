@@ -64,7 +64,7 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
         if pp < 1 or ep < 1 or world_size % (pp * ep):
             raise ValueError(f"pp * ep must divide the number of ranks, {world_size}, but got {pp} * {ep}")
         ranks = torch.arange(world_size, device="cpu").reshape(pp, -1, ep)
-    # All ranks make all groups in one order, each from a matrix [groups, ranks of a group].
+    # All ranks make all groups in one order, as torch wants it, each from a matrix [groups, ranks of a group].
     pp_size, _, ep_size = ranks.shape
     return PipelineGroups(
         pp=group_among(ranks.permute(1, 2, 0).reshape(-1, pp_size)),
@@ -86,6 +86,7 @@ def check_layers(part: nn.Module, groups: PipelineGroups) -> None:
     for name, moe in part.named_modules():
         if not isinstance(moe, FMoE):
             continue
+        # groups in which the layer's forward waits: for rows of experts, and for sums of the gate
         ranks = getattr(moe.gate, "ranks", None)
         used = [moe.moe_group, find_group(ranks.group) if isinstance(ranks, GroupRanks) else None]
         others = {rank for group in used if group is not None for rank in dist.get_process_group_ranks(group)}

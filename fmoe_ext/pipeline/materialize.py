@@ -22,7 +22,7 @@ def materialize(modules: Iterable[nn.Module], mine: Iterable[nn.Module], device:
     Tensors that several of all `modules` share stay one tensor. Tags of parameters, such as those that name their
     data-parallel group, are kept.
     """
-    unset: dict[int, Tensor] = {}
+    unset: dict[int, Tensor] = {}  # {id of a tensor on the meta device: what replaces it}
     for t in (t for module in mine for t in _tensors(module) if t.is_meta):
         new = torch.full_like(t, _mark(t), device=device, requires_grad=False)
         if isinstance(t, nn.Parameter):

@@ -123,6 +123,7 @@ class _Turns:
     def run(self, me: int, fn: Callable[[], None]) -> None:
         """Call fn() in the turns of `me`."""
         self._await(me)
+        # torch's generators belong to all threads, modes and streams to each: set them for this one
         _set_random_state(self._device, self._begin)
         try:
             with (
@@ -134,7 +135,7 @@ class _Turns:
                 fn()
         except BaseException as error:  # raised by by_turns(), when the other has ended too
             self.errors[me] = error
-        if me == 1:
+        if me == 1:  # the generators go on from here, as after first() and then second()
             self.state_of_second = _random_state(self._device)
         self._ended[me] = True
         self._give(1 - me)

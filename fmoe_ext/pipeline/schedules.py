@@ -81,6 +81,7 @@ def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {name!r}")
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+    # two stages a rank in a V, one without a list, else any equal number
     kind = SCHEDULES[name]
     if kind.is_v and stages != 2 * ranks:
         raise ValueError(

@@ -216,6 +216,7 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
     """List embedding, blocks and head of a decoder; ValueError for what its own forward does and stages would not."""
+    # Full causal attention in all layers. Without layer_types a window is for all of them.
     kinds = set(getattr(model.config, "layer_types", None) or ())
     window = getattr(model.config, "sliding_window", None)
     if not kinds <= set(_FULL_ATTENTION) or (window is not None and not kinds):
@@ -224,6 +225,7 @@ def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
             f"{sorted(kinds)}, sliding_window {window}), which a pipeline would not honour: set sliding_window=None, "
             "or give it a method pipeline_layers()"
         )
+    # _DecoderBlock gives a mask of numbers; flash attention takes none
     attention = getattr(model.config, "_attn_implementation", "sdpa")
     if attention not in _MASKED_ATTENTION:
         raise ValueError(
@@ -289,6 +291,7 @@ def part_of(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
 
 def _outermost(module: nn.Module, used: set[int], path: str = "") -> Iterator[tuple[str, nn.Module]]:
     """Yield (name, module) of the used modules that are inside no other used one."""
+    # not named_children(), which leaves out a second name of a module
     for name, child in module._modules.items():
         if child is None:
             continue

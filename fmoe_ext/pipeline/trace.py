@@ -97,11 +97,13 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
+    # without pyplot, which keeps figures and may want a display
     figure = Figure(figsize=(9, 1.6 + 0.7 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     step = max(span.end for span in spans) - min(span.begin for span in spans)
     first_of_rank = {rank: min(s.stage for s in spans if s.rank == rank) for rank in ranks}
+    # stages of a V or a ring: a rank's first one in full colour, its others paler
     for span in spans:
         color = COLORS[KINDS.index(span.kind)]
         length = 1e3 * (span.end - span.begin)

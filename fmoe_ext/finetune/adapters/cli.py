@@ -72,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> int:
+    """Run merge --to packed -> 0."""
     if options.dtype:
         raise CheckpointError("--dtype is of float weights: --to packed keeps the format of the base")
     if has_text == (options.rounding == "nearest"):
@@ -80,6 +81,7 @@ def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> in
             if options.rounding == "calibrated"
             else "--rounding nearest reads no text: leave --text and --tokens out"
         )
+    # the text, by the base's tokenizer unless another one is given
     source = open_model(options.base)
     tokens = None
     if options.tokens:
@@ -111,6 +113,7 @@ def _as_text(report: dict[str, Any]) -> str:
         f"base         {report['base_model'] or 'not said'}",
         "",
     ]
+    # a row for each projection of each layer
     head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")
     rows = []
     for row in report["rows"]:
@@ -135,6 +138,7 @@ def _as_text(report: dict[str, Any]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fmoe adapter")
     commands = parser.add_subparsers(dest="command", required=True)
+    # what all three commands take
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument(
         "path", help="folder or name of the adapter: adapter_config.json and adapter_model.safetensors"
@@ -171,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("bfloat16", "float32"), help="of the weights, the model's by default"
     )
     join.add_argument("-o", "--out", required=True, help="folder to write")
+    # --to packed, and what belongs to it
     join.add_argument("--to", choices=("packed",), help="pack the experts again, in the format of the base")
     text = join.add_mutually_exclusive_group()
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")

@@ -104,6 +104,7 @@ def convert(
 
 def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts | None) -> None:
     """Raise CheckpointError if PEFT reads another adapter, and for per-expert if that cannot be known."""
+    # PEFT reads flat tensors of every model, per-expert ones only where it converts the model type: it must be asked.
     unchecked = "--unchecked writes it for vLLM and SGLang"
     try:
         from fmoe_ext.finetune.adapters.peft_reads import why_not
@@ -118,6 +119,7 @@ def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts
         if to == "per-expert":
             raise CheckpointError(f"PEFT reads per-expert of some models alone: give --base; {unchecked}")
         return
+    # gate and up joined, since that is the parameter in the model that PEFT loads the folder into
     layers = _all_fitted(adapter, LAYOUTS["peft-0.19"], of_base)
     if reason := why_not(adapter, layers, folder, of_base.base):
         raise CheckpointError(f"{adapter.folder} cannot be written as {to}: {reason}; {unchecked}")

@@ -123,12 +123,14 @@ def plain_pairs(
     for key, a in adapter.others.items():
         if not key.endswith(".lora_A.weight"):
             continue
+        # a [r, in] and b [out, r]
         other = key.removesuffix("lora_A.weight") + "lora_B.weight"
         b = adapter.others.get(other)
         if b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise CheckpointError(f"{adapter.folder}: {key} has no lora_B that fits it")
         pairs[key] = a, b, scaling_of(adapter.config, module_of(key), a.shape[0])
         used |= {key, other}
+    # what is no pair: tensors of modules that PEFT saves whole, or parts of adapters that are not known
     left = sorted(k for k in adapter.others.keys() - used if ".lora_" in k or not whole_modules)
     if left:
         raise CheckpointError(

@@ -184,6 +184,7 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{folder}/{CONFIG} says peft_type={config.get('peft_type')!r}, expected 'LORA'"
         )
+    # Lists of names, which are compared with the tensors' names.
     for name, kinds in (
         ("target_parameters", (list,)),
         ("target_modules", (list, str)),
@@ -195,6 +196,7 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{folder}/{CONFIG}: {name} is {str(value)[:60]!r}, which is no list of names"
             )
+    # Numbers, of the config and by patterns: they are divided by, and patterns are evaluated.
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_number(rank, int) or not _is_number(alpha, (int, float)):
         raise CheckpointError(
@@ -324,6 +326,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
             f"{adapter.folder}: {layer} has {len(depths)} adapted parameters and target_parameters are {names[:4]}: "
             "expected gate_up_proj (up_proj without a gate), down_proj or both"
         )
+    # lora_A [E * r, in] and lora_B [out, E * r]: the rank, of the config, divides what they share
     pairs = {}
     for depth, leaf in roles.items():
         a, b = _both(adapter, f"{layer} ({leaf})", parts, (depth,))
@@ -398,6 +401,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
             f"{adapter.folder}: {layer} lacks {len(missing)} of {num_experts * len(roles)} adapters, as that of "
             f"{missing[0][1]} of expert {missing[0][0]}"
         )
+    # One Factors for each projection, which stacks the experts when it is read.
     for role in sorted(roles):
         pairs = [_both(adapter, f"{layer}.{e} ({role})", found, (e, role)) for e in range(num_experts)]
         shapes = {(a.shape, b.shape, a.dtype) for a, b in pairs}
@@ -413,6 +417,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
         scalings = {scaling_of(adapter.config, module, a_shape[0]) for module in modules}
         if len(scalings) != 1:
             raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
+        # the scaling above is by the rank of the tensors, which training had: another one in the config is a problem
         said = {_from_pattern(adapter.config, "rank", module) for module in modules}
         if said != {a_shape[0]}:
             adapter.problems.append(

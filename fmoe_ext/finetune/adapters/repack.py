@@ -295,7 +295,7 @@ class _Repack:
 
     def _merge_plain(self, work: Path) -> None:
         """Add the adapters of layers outside of the experts, whose weights are floats in the files."""
-        if self.base is None:
+        if self.base is None:  # a GGUF file, whose adapters of other layers __init__() has refused
             return
         of_base = BaseExperts(self.base)
         for key, (a, b, scaling) in plain_pairs(self.adapter).items():
@@ -314,6 +314,7 @@ class _Repack:
             if stored.shape != (b.shape[0], a.shape[1]):
                 raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
             of_base.check_alone(f"{module_of(key)}.weight")
+            # add in float32 at least, and replace the bytes
             value = stored.read()
             wide = torch.promote_types(value.dtype, torch.float32)
             merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)

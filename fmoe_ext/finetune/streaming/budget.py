@@ -227,6 +227,7 @@ class ExpertStream:
             (f"{PARTS} experts", self._least),
             ("activations and the program, a quarter of memory", self.memory // FREE_SHARE),
         ]
+        # terms of training, each with what makes it smaller
         more = ""
         if adapters:
             rows.append(("adapters", adapters))

@@ -36,7 +36,7 @@ class PackedLinear(nn.Linear):
     """
 
     def __init__(self, packed: frozen.Quantized, like: nn.Linear) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not nn.Linear's, which makes a weight
         self.in_features, self.out_features = like.in_features, like.out_features
         self.weight, self.bias = like.weight, like.bias
         self._packed = packed
@@ -94,6 +94,7 @@ def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activ
     """
     is_slow = not fast_bfloat16()
     memory = _HugePages()
+    # a list, since modules are replaced under way
     for path, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear:  # a class derived from it may compute something else
             continue

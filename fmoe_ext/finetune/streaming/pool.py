@@ -542,11 +542,13 @@ class Pool:
         return None
 
     def _begin_read(self, number: int, slot: _Slot) -> _Slot:
+        """Give a slot to a part, and queue its read."""
         slot.part = number
         slot.done = self._ahead.submit(self._read_part, number, slot.begin)
         return slot
 
     def _read_part(self, number: int, begin: int) -> None:
+        """Read a part into the slot at a byte of the memory; in the thread that reads ahead."""
         begun = time.perf_counter()
         index, first, end = self.parts[number]
         experts = range(first, end)

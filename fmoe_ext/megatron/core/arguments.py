@@ -20,6 +20,7 @@ def process_groups(pg_collection: Any = None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    # a collection that the user made may lack some of them
     if pg_collection is not None and all(getattr(pg_collection, name, None) for name in GROUPS):
         return pg_collection
     if not parallel_state.model_parallel_is_initialized():

@@ -132,7 +132,7 @@ def _replace(node: Any, ours: Any, in_mtp: bool) -> Any:
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
     in_mtp = in_mtp or type(node).__name__.startswith("MultiTokenPrediction")
-    # a partial from 0.17 on
+    # a ModuleSpec until 0.16, a partial later
     module = node.func if isinstance(node, partial) else getattr(node, "module", None)
     if isinstance(module, type) and issubclass(module, BaseMoELayer):
         return replace(ours, params=ours.params | {"in_mtp": in_mtp})
@@ -152,6 +152,7 @@ def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
 
     So the weights are the same in every layout, if ranks have the same seed.
     """
+    # Experts: the same number of draws on every rank, so that their generators stay alike.
     first = ep_rank * moe.num_local_experts
     experts = (("htoh4", config.init_method), ("h4toh", config.output_layer_init_method))
     for name, init_method in experts:
@@ -163,6 +164,7 @@ def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
                 linear.weight[e - first].copy_(moe.part_of(drawn, f"{name}.weight"))
         if linear.bias is not None:
             linear.bias.zero_()
+    # What is whole on every rank: the projections of a latent width, the gate.
     if moe.latent is not None:
         config.init_method(moe.latent.narrow.weight)
         config.output_layer_init_method(moe.latent.widen.weight)
