@@ -114,9 +114,6 @@ def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
         return not (*args, *kwargs.values(), True)[0]
     if name == "__getitem__":
         return args[0] is Ellipsis
-    example = torch.empty(0, dtype=weight.dtype, device="cpu")
-    return getattr(example, name)(*args, **kwargs).dtype == weight.dtype and all(
-        torch.device(value).type == "cpu"
-        for value in (*args, kwargs.get("device"))
-        if isinstance(value, (str, torch.device))
-    )
+    # by what it does to an empty tensor: a device may be a name, a number or another tensor's
+    moved = getattr(torch.empty(0, dtype=weight.dtype, device="cpu"), name)(*args, **kwargs)
+    return moved.dtype == weight.dtype and moved.device.type == "cpu"
