@@ -136,14 +136,11 @@ class Stage(nn.Module):
             shares = [loss.sum() * loss_share(gate, number, batch.rows) for gate, loss in losses]
             injected = torch.stack(shares).sum() * batch.balance_weight
             self.balance_losses.append(injected.detach())
-        # 4. Pad.
-        most = batch.most_rows
-        padded = tuple(
-            _Leave.apply(x, injected, most)
-            if x.is_floating_point() and torch.is_grad_enabled()
-            else _padded(x, most)
-            for x in as_tuple(outputs)
-        )
+        # 4. Pad: by one _Leave for all floating tensors, which gives the loss its gradient once.
+        most, parts = batch.most_rows, as_tuple(outputs)
+        floats = [x for x in parts if x.is_floating_point()] if torch.is_grad_enabled() else []
+        left = iter(_Leave.apply(injected, most, *floats) if floats else ())
+        padded = tuple(next(left) if floats and x.is_floating_point() else _padded(x, most) for x in parts)
         return padded[0] if isinstance(outputs, Tensor) else padded
 
     def compute(self, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
@@ -221,14 +218,16 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """Pad x [n, *] with zeros to [rows, *], never as a view; in backward a loss gets the gradient 1."""
+    """Pad tensors [n, *] with zeros to [rows, *], never as views; in backward a loss gets the gradient 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor | None, rows: int) -> Tensor:
-        ctx.num_rows = len(x)
+    def forward(ctx: Any, loss: Tensor | None, rows: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # parameters of a value that nobody uses keep no gradient
+        ctx.num_rows = [len(x) for x in values]
         ctx.one = None if loss is None else torch.ones_like(loss)
-        return _padded(x.detach(), rows)
+        return tuple(_padded(x.detach(), rows) for x in values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return grads[0][: ctx.num_rows], ctx.one, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        own = (None if grad is None else grad[:n] for grad, n in zip(grads, ctx.num_rows, strict=True))
+        return ctx.one, None, *own
