@@ -65,6 +65,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 
     def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
+        # [E * r, in] and [out, r * E]
         a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
         num_experts = self.num_experts
         # a view of a matrix: torch copies its gradient four times as fast as with three permuted dimensions
@@ -103,6 +104,7 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
             "LoraConfig(target_parameters=[...]) with the names of the experts' weights, and for a model of "
             "Transformers fmoe_ext.huggingface.use(model)"
         )
+    # of adapters that are trained
     for name, config in getattr(model, "peft_config", {}).items():
         for path, wrapper in wrappers.items():
             if name in wrapper.lora_A and wrapper.lora_A[name].weight.requires_grad:

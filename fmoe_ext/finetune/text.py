@@ -19,6 +19,7 @@ _FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 
 def read_tokens(file: Path) -> Tensor:
     """Read ids [N] int64 of a NumPy file (.npy) or of a JSON list; CheckpointError for anything else."""
+    # RecursionError: of JSON that nests too deep
     try:
         content = (
             np.load(file, allow_pickle=False) if file.suffix == ".npy" else json.loads(file.read_bytes())

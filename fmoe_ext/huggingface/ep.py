@@ -81,6 +81,7 @@ def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
     """Save the whole model: every rank calls it, the first of the job writes."""
+    # Replace each part by the whole, on the first rank; the others take part in gathering.
     given = options.pop("state_dict", None)
     state = dict(model.state_dict() if given is None else given)
     for path, experts in model.named_modules():
@@ -140,6 +141,7 @@ def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
 
     The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained.
     """
+    # A joins by rows [E * r, in], B by experts, which are its innermost dimension: [out, r, E] of all ranks.
     state = dict(options.pop("state_dict", None) or model.state_dict())
     for prefix, wrapper in adapters_around(model):
         parallel = wrapper.get_base_layer().expert_parallel

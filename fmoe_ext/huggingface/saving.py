@@ -71,6 +71,7 @@ def card_of(model: Any, config: Any, title: str, command: str, format: str | Non
     """Write the model card of a Transformers model that is saved with a configuration, in a format (None: its own)."""
     from fmoe_ext.checkpoint.card import render_card
 
+    # what can be said of any model: class, experts, dtype, and the hub's task by the class's name
     inner = config.get_text_config()
     kind = (config.architectures or [type(model).__name__])[0]
     pipelines = {"ForCausalLM": "text-generation", "ForConditionalGeneration": "image-text-to-text"}
@@ -118,7 +119,7 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     They may have changed since the configuration was made. Loading would round the tensors to a dtype that is not
     theirs, and overwrite a head that is tied by mistake.
     """
-    inner = config.get_text_config()
+    inner = config.get_text_config()  # the configuration itself, or the one of the text model inside it
     config.dtype = dtype
     if getattr(inner, "dtype", None) is not None:
         inner.dtype = dtype

@@ -129,7 +129,8 @@ def _merge(into: nn.Module, part: nn.Module) -> None:
 
 
 def num_copies(param: nn.Parameter, wrapped: list[nn.Module], name: str, groups: PipelineGroups) -> int:
-    """Count the ranks of one stage that have the same copy, or shard, of a parameter."""
+    """Count the ranks of one stage whose gradient of a parameter counts as the same one."""
+    # grouped: the ranks over which the parameter's tag is reduced, 1 for "none"; a DTensor's norm is of all its shards
     for module in wrapped:
         if isinstance(module, DistributedGroupedDataParallel):
             for tag, params in module.tagged.items():

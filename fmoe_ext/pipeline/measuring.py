@@ -10,7 +10,7 @@ from fmoe_ext.pipeline.microbatch import Values, as_tuple, map_tensors
 
 def now(device: torch.device) -> float:
     """Read the clock, in seconds, once all that was started on the device is done."""
-    if device.type == "cuda":
+    if device.type == "cuda":  # kernels run after the call that started them returned
         torch.cuda.synchronize(device)
     return time.perf_counter()
 

@@ -50,19 +50,19 @@ from fmoe_ext.pipeline.trace import Span, TimedStage
 
 
 class Pipeline:
-    """A model cut over the ranks of a job, microbatches under way in all stages at once.
+    """A model that is cut over the ranks of a job and trained with microbatches under way in all stages at once.
 
     stages: what split() returned; only those of this rank are kept.
     loss_fn(output, target) -> the sum of the losses of the tokens of its rows; count(target) -> how many those are.
-      The loss of a batch is the one divided by the other, over all ranks, however unequal microbatches and ranks'
-      batches are.
+      The loss of a batch is the sum over all ranks divided by the count over all ranks, however unequal microbatches
+      and ranks' batches are.
     schedule: a name in SCHEDULES. chunks: microbatches of a batch, which differ by one row at most; a schedule that
       needs more gets empty ones.
     groups: init_groups(pp, ep) or a DeviceMesh; all ranks in one pipeline if None.
     data_parallel: what reduces gradients over the ranks of a stage: "grouped" (DistributedGroupedDataParallel, the
       one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
-    balance_weight: how much the sum of all gates' losses counts. That of the whole batch instead of the microbatches':
-      gates.WholeBatch(pipeline.module), evaluate() in its first pass, train_step() in its second.
+    balance_weight: how much the sum of all gates' losses counts, each microbatch's by itself. For the loss of the whole
+      batch use gates.WholeBatch(pipeline.module), with evaluate() in its first pass and train_step() in its second.
     checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
     overlap: with schedule="dualpipe_v" and expert parallelism, one microbatch's exchange runs while another computes.
     init(module): fills the parameters and buffers of a model on the meta device, of which only this rank's are made.
@@ -200,7 +200,7 @@ class Pipeline:
         """Return the loss of a batch without gradients and in eval mode, as train_step returns it."""
         for wrapped in self._wrapped:
             wrapped.eval()
-        # one microbatch after the other; every rank runs its own stages, in their order
+        # One microbatch after the other; every rank runs its own stages, in their order.
         microbatches = self._cut(batch, target)
         self._begin(microbatches, 1.0)
         mine = {pair[0].index: pair for pair in zip(self.stages, self._wrapped, strict=True)}
@@ -237,6 +237,7 @@ class Pipeline:
         Each parameter counts once, on however many ranks and stages it has copies.
         Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
         """
+        # of each gradient, on how many ranks it is: those of stages that share it times the replicas of a stage
         params = [p for p in self.parameters() if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
         copies = [
@@ -282,7 +283,7 @@ class Pipeline:
         batch = self._batch
         assert batch is not None
         rows, target = batch.rows[int(number)], batch.targets[int(number)]
-        outputs = tuple(cut(x, rows) for x in as_tuple(output))
+        outputs = tuple(cut(x, rows) for x in as_tuple(output))  # without the padding of the last stage
         loss = self.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, target)
         if loss.dim():
             raise ValueError(
@@ -294,6 +295,7 @@ class Pipeline:
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
         """Cut a batch into microbatches that differ by one row at most; a schedule that needs more gets empty ones."""
         check_tensors(target, "the target of a pipeline")
+        # 10 rows in 4 chunks: 3, 3, 2, 2
         rows = num_rows(batch)
         sizes = [rows // self.chunks + (i < rows % self.chunks) for i in range(self.chunks)]
         sizes += [0] * (self.num_microbatches - self.chunks)
@@ -314,6 +316,7 @@ class Pipeline:
         balance = torch.zeros_like(self._loss_sum)
         for loss in balance_losses:
             balance += loss.to(self.device)
+        # in one message; a rank without the last stage has a loss of 0
         numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size))
         sum_over(numbers, self.groups.pp)
         sum_over(numbers, self.groups.data)

@@ -29,6 +29,7 @@ class _ConvertedChanges:
 
     def __init__(self, model: Any, found: Converted, pairs: dict[str, _Pair]) -> None:
         self._model, self._found, self._pairs = model, found, pairs
+        # there and back: the same tensors of the files, and the same changes, which rounding would not give
         changes = self._of_parameters()
         try:
             in_files = self._in_files(changes)

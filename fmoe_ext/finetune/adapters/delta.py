@@ -97,6 +97,7 @@ def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> li
             wrong.append(f"{layer}: the base has no experts there")
             continue
         d, h = experts.d_model, experts.d_hidden
+        # (in, out) of each projection
         expected = {"gate_up": (d, 2 * h), "gate": (d, h), "up": (d, h), "down": (h, d)}
         for role, factors in projections.items():
             # turned around, and not square: there the orientation was read or given wrongly

@@ -130,7 +130,7 @@ class Reader:
                 raise CheckpointError(f"{chunk.path} is damaged: it ends {missing} bytes too early")
             if now.st_mtime_ns != changed:
                 raise CheckpointError(f"{chunk.path} was changed while it is streamed: call stream() again")
-            if self.through_cache:
+            if self.through_cache:  # a span at a time, without the gaps, into its place
                 for span in chunk.spans:
                     place = into[span.at : span.at + span.num_bytes]
                     _fill(handle, chunk, place, span.begin, span.num_bytes)

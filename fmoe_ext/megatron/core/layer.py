@@ -128,7 +128,7 @@ class MegatronCoreMLP(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, None]:
-        for name, value in others.items():
+        for name, value in others.items():  # what newer Megatrons pass to an MLP
             if value is not None:
                 raise ValueError(f"{name} is not supported")
         if self._recomputes("moe"):
@@ -214,6 +214,7 @@ class MegatronCoreMLP(nn.Module):
         copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 
+        # Copies, then experts, then Megatron's shared experts.
         groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
         known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
         groups = {name: group for name, group in groups.items() if name in known}
