@@ -104,11 +104,13 @@ def from_pretrained(
     with errors_of_transformers(folder):
         model: Any = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
 
-    # Its MoE layers.
+    # Its MoE layers. What the files lack of some layers is for these alone: others were made by another fmoefy().
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     given = {name: value for name, value in given.items() if value is not None}
+    lacking = {name for entry in record["layers"] for name in entry["missing"]}
     for i, entry in enumerate(record["layers"]):
-        _rebuild(model, entry, given, f"{config_file}: {KEY}.layers[{i}]")
+        own = {n: value for n, value in given.items() if n in entry["missing"] or n not in lacking}
+        _rebuild(model, entry, own, f"{config_file}: {KEY}.layers[{i}]")
     model.config._name_or_path = str(folder)
 
     from safetensors.torch import load_file
