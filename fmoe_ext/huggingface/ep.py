@@ -80,7 +80,7 @@ def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
-    """Save the whole model: every rank calls it, the first of the job writes."""
+    """Save the whole model: every rank calls it, the first of the job writes. Raises CheckpointError on every rank."""
     # Replace each part by the whole, on the first rank; the others take part in gathering.
     given = options.pop("state_dict", None)
     state = dict(model.state_dict() if given is None else given)
@@ -98,10 +98,12 @@ def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
                 parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
             dist.gather(part, parts, dst=0, group=group)
             state[key] = part if parts is None else torch.cat(parts)
-    if dist.get_rank() == 0:
-        with replacing_for_transformers(Path(save_directory), options) as unfinished:
-            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
-    dist.barrier()
+    from fmoe_ext.checkpoint.errors import together  # it brings torch.distributed.checkpoint
+
+    with together(f"writing {save_directory}"):  # the others wait, and raise what the first one raises
+        if dist.get_rank() == 0:
+            with replacing_for_transformers(Path(save_directory), options) as unfinished:
+                type(model).save_pretrained(model, unfinished, state_dict=state, **options)
 
 
 def is_peft_model(model: nn.Module) -> bool:
@@ -139,7 +141,8 @@ def _keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
 def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
     """Save a PeftModel whose experts are spread: every rank calls it, the first of the job writes.
 
-    The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained.
+    The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained. Raises CheckpointError
+    on every rank.
     """
     # A joins by rows [E * r, in], B by experts, which are its innermost dimension: [out, r, E] of all ranks.
     state = dict(options.pop("state_dict", None) or model.state_dict())
@@ -150,9 +153,11 @@ def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
             state[f"{prefix}.lora_A.{name}.weight"] = torch.cat(_of_all_ranks(a, parallel))
             parts = [part.reshape(b.shape[0], -1, wrapper.num_experts) for part in _of_all_ranks(b, parallel)]
             state[f"{prefix}.lora_B.{name}.weight"] = torch.cat(parts, dim=2).flatten(1)
-    if dist.get_rank() == 0:
-        type(model).save_pretrained(model, save_directory, state_dict=state, **options)
-    dist.barrier()
+    from fmoe_ext.checkpoint.errors import together  # it brings torch.distributed.checkpoint
+
+    with together(f"writing {save_directory}"):
+        if dist.get_rank() == 0:
+            type(model).save_pretrained(model, save_directory, state_dict=state, **options)
 
 
 def _of_all_ranks(t: Tensor, parallel: ExpertParallel) -> list[Tensor]:
