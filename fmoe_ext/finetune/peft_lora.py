@@ -1,10 +1,13 @@
-"""PEFT's adapters on the weights of experts (target_parameters), for operators that take them beside the weight.
+"""Give PEFT's adapters of experts' weights to operators that take them beside the weight: lora.fuse().
 
-PEFT computes experts with W + scale B A: it adds a product of the size of all experts' weights up in each forward,
-which packed and streamed weights do not even have. lora.fuse() makes its wrappers FusedParamWrapper: they hand A
-[E, r, in] and B [E, out, r] to the experts below instead, which compute x W^T + scale (x A^T) B^T for the rows of
-each expert, with r columns in between. The parameters, their names and PEFT's files stay. Where PEFT has no adapter
-active, or has merged it, its own forward runs.
+PEFT computes experts (target_parameters) with W + scale B A: in each forward it adds up a product of the size of all
+experts' weights, which packed and streamed weights do not even have. lora.fuse() makes its wrappers FusedParamWrapper:
+they hand A [E, r, in] and B [E, out, r] to the experts below instead, which compute for the rows x of each expert
+
+    x W^T + scale (x A^T) B^T
+
+with r columns in between. The parameters, their names and PEFT's files stay. Where PEFT has no adapter active, or has
+merged it, its own forward runs.
 """
 
 import re
@@ -40,7 +43,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 
     @property
     def adapter(self) -> Lora | None:
-        """The sum of the active adapters; None where PEFT computes without any, or with merged weights."""
+        """Return the sum of the active adapters; None where PEFT computes without any, or with merged weights."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or not names:
             return None
@@ -55,13 +58,14 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
         if len(factors) == 1:
             a, b, scale = factors[0]
             return Lora(a.to(dtype), b.to(dtype), scale)
-        # several adapters are one of all their ranks
+        # several adapters are one whose rank is the sum of theirs
         a = torch.cat([a for a, _, _ in factors], dim=1)
         b = torch.cat([b * scale for _, b, scale in factors], dim=2)
         return Lora(a.to(dtype), b.to(dtype), 1.0)
 
     def _factors(self, name: str) -> tuple[torch.Tensor, torch.Tensor]:
         """Return A [E, r, in] and B [E, out, r]; PEFT keeps the experts of B innermost."""
+        # [E * r, in] and [out, r * E]
         a, b = cast(torch.Tensor, self.lora_A[name].weight), cast(torch.Tensor, self.lora_B[name].weight)
         num_experts = self.num_experts
         # a view of a matrix: torch copies its gradient four times as fast as with three permuted dimensions
@@ -72,7 +76,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 
     @property
     def fused_adapter(self) -> Lora | None:
-        """The adapter of an FMoELinear whose weight may be read without a call; else None."""
+        """Return the adapter of an FMoELinear whose weight may be read without a call; else None."""
         base = self.base_layer
         may_be_read = isinstance(base, FMoELinear) and not base.must_be_called and not self.must_be_called
         return self.adapter if may_be_read else None
@@ -86,7 +90,7 @@ FusedParamWrapper.__name__ = ParamWrapper.__name__  # by which PEFT knows wrappe
 
 
 def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
-    """Make every wrapper of an expert weight a FusedParamWrapper; see lora.fuse."""
+    """Make every wrapper of an expert weight a FusedParamWrapper; see lora.fuse. All is checked before one changes."""
     if quantize is not None and quantize not in ROUNDED:
         raise ValueError(f'quantize must be one of {", ".join(ROUNDED)}, but got "{quantize}"')
     if tuple(int(part) for part in peft.__version__.split(".")[:2]) < _OLDEST:
@@ -100,12 +104,14 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
             "LoraConfig(target_parameters=[...]) with the names of the experts' weights, and for a model of "
             "Transformers fmoe_ext.huggingface.use(model)"
         )
+    # of adapters that are trained
     for name, config in getattr(model, "peft_config", {}).items():
         for path, wrapper in wrappers.items():
             if name in wrapper.lora_A and wrapper.lora_A[name].weight.requires_grad:
                 _refuse_ignored_options(
                     config, path.removeprefix("base_model.model.").removesuffix(".base_layer")
                 )
+    # quantize= needs weights that lie packed so in files
     if quantize is not None:
         for path, wrapper in wrappers.items():
             streamed = getattr(wrapper.get_base_layer(), "streamed", None)
@@ -125,6 +131,7 @@ def fuse_adapters(model: nn.Module, quantize: str | None = None) -> None:
 
 def _refuse_ignored_options(config: Any, path: str) -> None:
     """Raise ValueError for options that PEFT takes and leaves out for target_parameters. path: of the experts."""
+    # PEFT applies these to target_modules alone, so that it would train something else than was asked for
     number = re.search(r"\.(\d+)\.", path)
     layers, excluded = config.layers_to_transform, config.exclude_modules or ()
     layers = [layers] if isinstance(layers, int) else layers
@@ -148,7 +155,7 @@ def _refuse_ignored_options(config: Any, path: str) -> None:
 
 
 def _takes_adapters(wrapper: ParamWrapper) -> bool:
-    """True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
+    """Return True for a weight of FMoELinear, or of experts that Transformers lets others compute."""
     base = wrapper.get_base_layer()
     if isinstance(base, FMoELinear):
         return bool(wrapper.parameter_name == "weight")

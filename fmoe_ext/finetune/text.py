@@ -1,4 +1,4 @@
-"""The text that experts are measured on: a file of text or of token ids, in sequences of one length."""
+"""Read the text that experts are measured on, as token ids in sequences of one length: for merge, prune and export."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ _FEWEST_TOKENS = 16  # for each expert of a layer: fewer say little
 
 def read_tokens(file: Path) -> Tensor:
     """Read ids [N] int64 of a NumPy file (.npy) or of a JSON list; CheckpointError for anything else."""
+    # RecursionError: of JSON that nests too deep
     try:
         content = (
             np.load(file, allow_pickle=False) if file.suffix == ".npy" else json.loads(file.read_bytes())
@@ -65,7 +66,9 @@ def tokenize(file: Path, model: str | Path) -> Tensor:
 def sequences(
     tokens: Tensor, seq_len: int, held_out: float, num_experts: int, vocabulary: int
 ) -> tuple[Tensor, Tensor]:
-    """Cut ids [N] into sequences [n, seq_len] to measure on and [m, seq_len] to test on; the remainder is dropped.
+    """Cut ids [N] into sequences [n, seq_len] to measure on and, behind them, [m, seq_len] to test on.
+
+    m is the share held_out of all sequences, rounded up; tokens behind the last whole sequence are dropped.
 
     Raises CheckpointError for other shapes, foreign ids, and fewer than _FEWEST_TOKENS for each expert.
     """
@@ -80,6 +83,7 @@ def sequences(
             f"the text has token {int(tokens.max()) if int(tokens.min()) >= 0 else int(tokens.min())}, but the model a "
             f"vocabulary of {vocabulary}"
         )
+    # the end of the text is for the test
     whole = tokens[: tokens.numel() // seq_len * seq_len].view(-1, seq_len)
     num_test = math.ceil(len(whole) * held_out)
     measured, fewest = (len(whole) - num_test) * seq_len, _FEWEST_TOKENS * num_experts

@@ -1,11 +1,16 @@
-"""fmoefy for dense Hugging Face models, recognised by the structure of their layers, not by their names.
+"""Find the MLPs of dense Hugging Face models for fmoefy, by the structure of their layers, not by their names.
 
-A function for each of three structures reads it or returns None: an MLP module (Llama, Qwen3, Mistral, Gemma, Phi,
-GPT-2, ViT, T5, ...), which may add the residual itself (BLOOM, MPT); `intermediate` and `output` side by side, the
-second with dropout, residual and LayerNorm (BERT and its kin); fc1 and fc2 in the layer itself (OPT, BART, Whisper,
-...). What the linear layers compute is not assumed from the structure: read_mlp() and read_pair() run the module,
-or the whole layer around the pair, and compare. A layer runs on tokens alone for that; where it asks for masks,
-caches or another sequence, a stand-in returns what its attention gets.
+fmoefy asks find() and after_replacing() (models/target.py says what they owe it). A function for each of three
+structures reads it or returns None:
+
+    _read_module  an MLP module (Llama, Qwen3, Mistral, Gemma, Phi, GPT-2, ViT, T5, ...), which may add the residual
+                  itself (BLOOM, MPT)
+    _read_bert    `intermediate` and `output` side by side, the second with dropout, residual and LayerNorm (BERT, ...)
+    _read_fc      fc1 and fc2 in the layer itself (OPT, BART, Whisper, ...)
+
+What the linear layers compute is not assumed from the structure: read_mlp() and read_pair() run the module, or the
+whole layer around the pair, and compare. A layer runs on tokens alone for that; where it asks for masks, caches or
+another sequence, a stand-in returns what its attention gets.
 """
 
 from __future__ import annotations
@@ -38,7 +43,7 @@ _target = functools.partial(Target, is_candidate=True, moe_kwargs=MappingProxyTy
 
 
 def find(model: nn.Module, options: Options) -> list[Target]:
-    """The MLPs of a Transformers model that is dense, in the order of the model."""
+    """Find the MLPs of a Transformers model that is dense, in the order of the model."""
     return list(_walk(model, "", None, "", options.activation))
 
 
@@ -50,6 +55,7 @@ def after_replacing(model: Any, kind: str, targets: Any, layers: Any, options: O
 
 
 def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation: Any) -> Iterator[Target]:
+    """Yield the targets in a module, which is parent.attribute at path, depth first."""
     if isinstance(module, FMoE) or hasattr(module, "experts"):
         return  # an MoE layer, or one with shared experts
     in_layers = any(name.isdigit() for name in path.split("."))
@@ -69,15 +75,15 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
 
 def _read_module(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target | None:
     """Replace an MLP module: two linear layers d -> H or 2H -> d, or three d -> H, d -> H, H -> d, in any order."""
-    # by its names: the linear layers of an attention can have the shapes of an MLP
+    # by its names, for once: the linear layers of an attention can have the shapes of an MLP
     names = f"{attribute} {type(module).__name__}".lower()
     if "attn" in names or "attention" in names:
         return None
     shapes = [weight_shape(m) for m in module.children() if is_linear(m)]
-    if len(shapes) == 2:
+    if len(shapes) == 2:  # [H or 2 H, d] and [d, H]
         (rows, d_model), (d_out, d_hidden) = shapes
         is_mlp = d_out == d_model and rows in (d_hidden, 2 * d_hidden)
-    else:
+    else:  # two [H, d] and one [d, H]
         orders = ((0, 1, 2), (0, 2, 1), (1, 2, 0))
         is_mlp = len(shapes) == 3 and any(shapes[i] == shapes[j] == shapes[k][::-1] for i, j, k in orders)
     if not is_mlp:
@@ -92,7 +98,7 @@ def _read_module(path: str, module: nn.Module, parent: Any, attribute: str, acti
 
 
 class _WithoutResidual(nn.Module):
-    """mlp(x, residual) for a residual of zeros, so that it can be read like any other."""
+    """Calls mlp(x, residual) with a residual of zeros, so that it can be read like any other MLP."""
 
     def __init__(self, mlp: nn.Module) -> None:
         super().__init__()
@@ -130,6 +136,8 @@ def _read_bert(path: str, layer: Any) -> Target | None:
 
     dense, is_plain = read_pair(layer, (first.dense, layer.output.dense), first.intermediate_act_fn, call)
 
+    # The MoE layer takes the place of intermediate; of output, dropout, residual and LayerNorm stay. If something comes
+    # before intermediate.dense, that alone is replaced, and the activation behind it becomes nothing.
     def finish() -> None:
         layer.output.dense = nn.Identity()
         if not is_plain:
@@ -150,6 +158,8 @@ def _read_fc(path: str, layer: Any) -> Target | None:
         and any("attn" in name or "attention" in name for name, _ in layer.named_children())
     ):
         return None
+    # The layer calls activation_fn, dropout and fc2 on what fc1 returns. Behind the MoE layer, which takes fc1's place,
+    # they must do nothing.
     p = getattr(layer, "activation_dropout", 0.0)
 
     def finish() -> None:
@@ -171,6 +181,7 @@ def _call_alone(layer: nn.Module, x: Tensor) -> Any:
     Where its attention needs more, a stand-in returns its input: once, or as often as the layer unpacks it.
     """
     needed, optional = _parameters(layer)
+    # plainly, then by stand-ins: for the arguments that it needs, and for the optional ones too
     try:
         return layer(x, **{p.name: None for p in needed})
     except Exception:  # an attention may raise anything
@@ -181,14 +192,14 @@ def _call_alone(layer: nn.Module, x: Tensor) -> Any:
 
 
 def _parameters(module: nn.Module) -> tuple[list[inspect.Parameter], list[inspect.Parameter]]:
-    """The parameters after the first that a forward needs, and those that are None by default."""
+    """Return the parameters after the first that a forward needs, and those that are None by default."""
     _, *others = inspect.signature(module.forward).parameters.values()
     named = [p for p in others if p.kind is p.POSITIONAL_OR_KEYWORD]
     return [p for p in named if p.default is p.empty], [p for p in named if p.default is None]
 
 
 def _stand_ins(parameters: list[inspect.Parameter], x: Tensor) -> dict[str, Any]:
-    """x for each parameter, 0 for whole numbers."""
+    """Return x for each parameter, 0 for whole numbers."""
     return {p.name: 0 if "int" in str(p.annotation) else x for p in parameters}
 
 

@@ -1,4 +1,4 @@
-"""Transformers' MoE models with their experts spread over the ranks of a group, on the exchange of fmoe_ext.
+"""Spread the experts of a Transformers MoE model over the ranks of a group: huggingface.expert_parallel().
 
 An experts module of Transformers has all its experts in stacked parameters [E, ...]. A rank keeps the rows of its
 own E / ranks experts, and an ExpertParallel through which experts_forward sends the tokens. PEFT's adapters of
@@ -38,7 +38,8 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
             "experts could be spread over ranks"
         )
     size = dist.get_world_size(find_group(register_group(group)))
-    for experts in modules:  # before any module has changed
+    # Check all modules before any is changed.
+    for experts in modules:
         name = type(experts).__name__
         if getattr(experts, "expert_parallel", None) is not None:
             raise ValueError(f"the experts of {name} are spread over ranks already")
@@ -46,6 +47,7 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
             check_plain(p)  # Transformers' own expert parallelism has made it a DTensor
             if p.shape[0] % size != 0:
                 raise ValueError(f"{name} has {p.shape[0]} experts, which {size} ranks cannot share evenly")
+    # Keep this rank's experts of each, and of PEFT's adapters.
     for experts in modules:
         whole = dict(_stacks(experts))
         num_local = next(iter(whole.values())).shape[0] // size
@@ -54,10 +56,12 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
         for name, p in whole.items():
             with torch.no_grad():
                 own = keep_rows(p, first, end)
-            own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]  # what DistributedGroupedDataParallel reads
+            # what DistributedGroupedDataParallel reads
+            own.dp_comm = expert_dp_comm  # type: ignore[attr-defined]
             setattr(experts, name, own)
         for _, wrapper in adapters_around(model, experts):
             _keep_own_adapters(wrapper, first, end, expert_dp_comm)
+    # generate() and save_pretrained() with the other ranks; the base of a PeftModel generates and saves for it.
     if is_peft_model(model):
         replace_save_pretrained(model, save_adapters)
         model = model.get_base_model()
@@ -71,12 +75,13 @@ def _generate(model: Any, *args: Any, synced_gpus: bool = True, **kwargs: Any) -
 
 
 def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(name, parameter [E, ...]) of what each expert of an experts module of Transformers has of its own."""
+    """Yield (name, parameter [E, ...]) of what each expert of an experts module of Transformers has of its own."""
     return ((name, p) for name, p in experts.named_parameters(recurse=False) if name in _STACKED)
 
 
 def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
-    """Save the whole model: every rank calls it, the first of the job writes."""
+    """Save the whole model: every rank calls it, the first of the job writes. Raises CheckpointError on every rank."""
+    # Replace each part by the whole, on the first rank; the others take part in gathering.
     given = options.pop("state_dict", None)
     state = dict(model.state_dict() if given is None else given)
     for path, experts in model.named_modules():
@@ -93,19 +98,21 @@ def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
                 parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
             dist.gather(part, parts, dst=0, group=group)
             state[key] = part if parts is None else torch.cat(parts)
-    if dist.get_rank() == 0:
-        with replacing_for_transformers(Path(save_directory), options) as unfinished:
-            type(model).save_pretrained(model, unfinished, state_dict=state, **options)
-    dist.barrier()
+    from fmoe_ext.checkpoint.errors import together  # it brings torch.distributed.checkpoint
+
+    with together(f"writing {save_directory}"):  # the others wait, and raise what the first one raises
+        if dist.get_rank() == 0:
+            with replacing_for_transformers(Path(save_directory), options) as unfinished:
+                type(model).save_pretrained(model, unfinished, state_dict=state, **options)
 
 
 def is_peft_model(model: nn.Module) -> bool:
-    """True for a model that PEFT has wrapped."""
+    """Return True for a model that PEFT has wrapped."""
     return hasattr(model, "peft_config") and hasattr(model, "get_base_model")
 
 
 def adapters_around(model: nn.Module, experts: nn.Module | None = None) -> Iterator[tuple[str, Any]]:
-    """(name, PEFT's wrapper of one weight) around an experts module, or around any whose experts are spread."""
+    """Yield (name, PEFT's wrapper of one weight) around an experts module, or around any whose experts are spread."""
     for name, module in model.named_modules():
         if not hasattr(module, "get_base_layer") or not hasattr(module, "lora_A"):
             continue
@@ -120,6 +127,7 @@ def _keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
     """Keep the adapters of experts [first, end) only; comm: the tag of their parameters (param.dp_comm)."""
     for name in wrapper.lora_A:
         a, b = wrapper.lora_A[name], wrapper.lora_B[name]
+        # A [E * r, in] as [E, r, in], B [out, r * E] as [out, r, E]
         own_a = a.weight.reshape(wrapper.num_experts, -1, a.weight.shape[1])[first:end].flatten(0, 1)
         own_b = b.weight.reshape(b.weight.shape[0], -1, wrapper.num_experts)[..., first:end].flatten(1)
         for linear, own in ((a, own_a), (b, own_b)):
@@ -133,8 +141,10 @@ def _keep_own_adapters(wrapper: Any, first: int, end: int, comm: str) -> None:
 def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
     """Save a PeftModel whose experts are spread: every rank calls it, the first of the job writes.
 
-    The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained.
+    The files are PEFT's, with the adapters of all experts. options: of PEFT's save_pretrained. Raises CheckpointError
+    on every rank.
     """
+    # A joins by rows [E * r, in], B by experts, which are its innermost dimension: [out, r, E] of all ranks.
     state = dict(options.pop("state_dict", None) or model.state_dict())
     for prefix, wrapper in adapters_around(model):
         parallel = wrapper.get_base_layer().expert_parallel
@@ -143,9 +153,11 @@ def save_adapters(model: Any, save_directory: Any, **options: Any) -> None:
             state[f"{prefix}.lora_A.{name}.weight"] = torch.cat(_of_all_ranks(a, parallel))
             parts = [part.reshape(b.shape[0], -1, wrapper.num_experts) for part in _of_all_ranks(b, parallel)]
             state[f"{prefix}.lora_B.{name}.weight"] = torch.cat(parts, dim=2).flatten(1)
-    if dist.get_rank() == 0:
-        type(model).save_pretrained(model, save_directory, state_dict=state, **options)
-    dist.barrier()
+    from fmoe_ext.checkpoint.errors import together  # it brings torch.distributed.checkpoint
+
+    with together(f"writing {save_directory}"):
+        if dist.get_rank() == 0:
+            type(model).save_pretrained(model, save_directory, state_dict=state, **options)
 
 
 def _of_all_ranks(t: Tensor, parallel: ExpertParallel) -> list[Tensor]:

@@ -1,11 +1,14 @@
-"""The experts of Hugging Face Transformers on our operators: register(), then experts_implementation="fmoe".
+"""Compute the experts of Hugging Face Transformers by our operators: register(), then experts_implementation="fmoe".
 
 Transformers decorates every experts module that may run elsewhere with facts about its weights: is_transposed,
-is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default).
-experts_forward reads them and takes one of three routes: a usual MLP is one operator (ops.expert_mlp;
-frozen.frozen_mlp with packed weights or adapters); any other MLP is two grouped products with the module's own
-activation between them, one operator each way where glu.py knows it; experts with rounded adapters run through
-lattice.py.
+is_concatenated, has_gate, has_bias, has_post_expert_norm (added over time; absent means the default). It then calls
+experts_forward in place of the module's forward. That reads the facts, brings tokens to the ranks of their experts if
+these are spread (ep.py), and compute() takes one of three routes:
+
+    a usual MLP      one operator: ops.expert_mlp, or frozen.frozen_mlp with packed weights or adapters
+    any other MLP    two grouped products with the module's own activation between them (_compute_apart), by one
+                     operator each way where glu.py knows it
+    rounded adapters lattice.py, which comes back to compute() with the rounded weights
 
 T tokens of width D, K experts a token, H hidden width, N tokens that this rank has received, R = N * K rows sorted
 by expert.
@@ -134,7 +137,7 @@ def _warn_of_resume(experts: Any) -> None:
         "load_best_model_at_end load no experts. Call huggingface.use(model) once after loading the model",
         stacklevel=2,
     )
-    experts.loads_names_of_files = True  # said once an experts module, and Python shows a repeated line once
+    experts.loads_names_of_files = True  # said once for each module
 
 
 def _take_names_of_files(model: Any, state_dict: dict[str, Any], prefix: str, *_: Any) -> None:
@@ -186,15 +189,17 @@ def experts_forward(
     Raises TypeError for quantised weights.
     Equivalent to: experts.forward(hidden_states, top_k_index, top_k_weights) with experts_implementation="eager".
     """
+    # The weights are in files: finetune/streaming reads them, and calls compute().
     streamed = getattr(experts, "streamed", None)
     if streamed is not None:
         result: Tensor = streamed.forward(experts, hidden_states, top_k_index, top_k_weights)
         return result
     if experts.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
         _warn_of_resume(experts)
+    # Weights, biases and adapters.
     has_bias = experts.has_bias
     up = "gate_up_proj" if experts.has_gate else "up_proj"
-    taken = take(experts)
+    taken = take(experts)  # adapters that lora.fuse()'s wrappers hand over for this call
     adapters = taken.get(up), taken.get("down_proj")
     parallel = getattr(experts, "expert_parallel", None)
     w1 = getattr(experts, up)
@@ -202,14 +207,16 @@ def experts_forward(
     # it, and its gradient, before it computes the first one's.
     w2 = None if w1.grad_fn is not None and parallel is None else experts.down_proj
     b1, b2 = (getattr(experts, up + "_bias"), experts.down_proj_bias) if has_bias else (None, None)
+    # Tokens and choices.
     x = hidden_states.to(_compute_dtype(experts, (w1, w2)))
     topk_weights = widen(top_k_weights, x.dtype)
-    num_experts = w1.shape[0] * (1 if parallel is None else parallel.size)
+    num_experts = w1.shape[0] * (1 if parallel is None else parallel.size)  # of all ranks
     # Transformers' own expert parallelism marks choices of other ranks by numbers behind the last
     if getattr(experts, "_is_expert_parallel", True):
         top_k_index = top_k_index.masked_fill(top_k_index >= num_experts, -1)
     if parallel is not None:
-        check_wrappers(experts)
+        check_wrappers(experts)  # DistributedDataParallel would average experts that differ
+    # To the experts, through them, and back.
     dispatched = dispatch(x, top_k_index, topk_weights, num_experts, parallel)
     for chunk in dispatched.chunks:
         tokens = chunk.receive()
@@ -240,7 +247,7 @@ def compute(
         return run_rounded(run, x, topk_weights, (w1, w2), adapters, experts.is_transposed)
     _, offs, row_idx, inverse = ops.sort_tokens(topk_idx, w1.shape[0])
     is_packed = isinstance(w1, frozen.Quantized)
-    activation = None if w2 is None else activation_of(experts, is_packed)
+    activation = None if w2 is None else activation_of(experts, is_packed)  # None: the products apart
     has_norm = getattr(experts, "has_post_expert_norm", False)
     if activation is None:
         rows = _compute_apart(experts, weights, x, (offs, row_idx, inverse), adapters)
@@ -251,7 +258,8 @@ def compute(
         else:
             rows = ops.expert_mlp(*mlp, combine=not has_norm)
         if not has_norm:
-            return rows
+            return rows  # [N, D]: the operator has weighed and summed them
+    # rows [R, D]
     if has_norm:
         rows = experts.post_expert_norm(rows)
     return ops.unpermute(rows, row_idx, inverse, topk_weights)
@@ -265,15 +273,15 @@ def _compute_apart(
     sorted_rows: tuple[Tensor, Tensor, Tensor],
     adapters: tuple[Lora | None, Lora | None],
 ) -> Tensor:
-    """The experts' two products with their own activation between them -> rows [R, D] before they are weighed.
+    """Compute two products with the module's own activation between them -> rows [R, D] before they are weighed.
 
     sorted_rows: offs, row_idx and inverse of ops.sort_tokens().
     """
     w1, b1, w2, b2 = weights
     offs, row_idx, inverse = sorted_rows
-    x_rows = ops.permute(x, row_idx, inverse)
-    h = _product(experts, x_rows, w1, offs, b1, adapters[0])
-    a = apply_gate(experts, h) if experts.has_gate else experts.act_fn(h)
+    x_rows = ops.permute(x, row_idx, inverse)  # [R, D]
+    h = _product(experts, x_rows, w1, offs, b1, adapters[0])  # [R, 2 H], or [R, H] without a gate
+    a = apply_gate(experts, h) if experts.has_gate else experts.act_fn(h)  # [R, H]
     if w2 is None:
         w2 = experts.down_proj
         _compute_dtype(experts, (w2,))
@@ -283,15 +291,16 @@ def _compute_apart(
 def _product(
     experts: Any, rows: Tensor, weight: Any, offs: Tensor, bias: Tensor | None, adapter: Lora | None
 ) -> Tensor:
-    """Rows of each expert times its weight, which stays packed, with the adapter's part; columns as in the weight."""
+    """Multiply the rows of each expert by its weight, and add its bias and adapter's part; a packed weight stays so."""
     if isinstance(weight, frozen.Quantized):
+        # columns as in the file: the module's own _apply_gate knows where its gates and ups are
         y = frozen.frozen_gemm(rows, replace(weight, interleaved=False), offs, bias)
         return with_adapter(y, rows, offs, adapter)
     return adapted_gemm(rows, weight, offs, bias, adapter, transposed=experts.is_transposed)
 
 
 def fused_activation(experts: Any) -> str | None:
-    """The activation under which ops.expert_mlp is the MLP of an experts module; None if it is another MLP."""
+    """Return the activation with which ops.expert_mlp computes an experts module; None if it cannot."""
     if experts.is_transposed:
         return None
     from transformers import activations
@@ -317,8 +326,8 @@ def fused_activation(experts: Any) -> str | None:
 
 
 def activation_of(experts: Any, is_packed: bool) -> str | None:
-    """The activation under which one operator is the MLP of an experts module, its weights packed or not."""
-    # frozen_mlp puts the gates and ups of packed weights in order, so that GPT-OSS's fit too
+    """Return the activation with which one operator computes an experts module, packed or not; None if none does."""
+    # frozen_mlp puts the gates and ups of packed weights in order, so that GPT-OSS's fit too, with these constants
     if is_packed and (getattr(experts, "alpha", None), getattr(experts, "limit", None)) == (1.702, 7.0):
         is_gpt_oss = experts._apply_gate.__module__ == "transformers.models.gpt_oss.modeling_gpt_oss"
         return "clamped_swiglu" if is_gpt_oss else None

@@ -1,9 +1,9 @@
-"""The clamped gated activations of Transformers' experts as one operator each way: GPT-OSS, DeepSeek-V4 and others.
+"""Compute the clamped gated activations of Transformers' experts by one operator each way: GPT-OSS, DeepSeek-V4, ...
 
-They differ in where gates and ups lie, what is clamped and what is added. The code of a class of experts changes
-from release to release, so it is not read: its _apply_gate runs once on a probe in float64, values up to three
-times the limit with each gate beside several ups, and the options of ops.clamped_glu that give the same results are
-taken.
+They differ in where gates and ups lie, what is clamped and what is added. The code of a class of experts changes from
+release to release, so it is not read. Its _apply_gate runs once on a probe in float64, of values up to three times the
+limit, each gate beside several ups; then every combination of the options of ops.clamped_glu is tried, and the one that
+gives the same results is taken. Where none does, the module's own code runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _ALPHAS, _LIMITS = ("alpha", "swiglu_alpha"), ("limit", "swiglu_limit")  # attri
 
 
 def apply_gate(experts: Any, h: torch.Tensor) -> torch.Tensor:
-    """experts._apply_gate(h): h [R, 2H] -> [R, H], by ops.clamped_glu where that computes the same."""
+    """Compute experts._apply_gate(h), h [R, 2H] -> [R, H], by ops.clamped_glu where that gives the same."""
     options = glu_options(experts) if h.device.type == "cpu" else None  # the operator has no CUDA kernel
     if options is None:
         gated: torch.Tensor = experts._apply_gate(h)
@@ -36,13 +36,14 @@ def apply_gate(experts: Any, h: torch.Tensor) -> torch.Tensor:
 
 
 def glu_options(experts: Any) -> _Options | None:
-    """The options with which ops.clamped_glu computes experts._apply_gate; None if there are none.
+    """Find the options with which ops.clamped_glu computes experts._apply_gate; None if there are none.
 
     The first call for a class and its numbers compares the two in float64.
     """
     if "_apply_gate" in vars(experts):  # a gate of this module alone
         return None
     act_fn = getattr(experts, "act_fn", None)
+    # by class and numbers, so that a model's layers are compared once
     numbers = [
         next((getattr(experts, name) for name in names if hasattr(experts, name)), None)
         for names in (_ALPHAS, _LIMITS)
@@ -57,7 +58,8 @@ def glu_options(experts: Any) -> _Options | None:
 def _found(
     experts: type[Any], alpha: float | None, limit: float | None, act_fn: type[nn.Module] | None
 ) -> _Options | None:
-    found: _Options | None = _compare(experts, alpha, limit, act_fn)  # type: ignore[arg-type]  # classes are hashable
+    # classes are hashable
+    found: _Options | None = _compare(experts, alpha, limit, act_fn)  # type: ignore[arg-type]
     return found
 
 
@@ -66,13 +68,15 @@ def _found(
 def _compare(
     experts: type[Any], alpha: float | None, limit: float | None, act_fn: type[nn.Module] | None
 ) -> _Options | None:
+    # An instance that has only what a gate may read.
     bare: Any = object.__new__(experts)  # without its constructor, which makes the weights
     nn.Module.__init__(bare)
     vars(bare).update(dict.fromkeys(_ALPHAS, alpha), **dict.fromkeys(_LIMITS, limit))
     alphas, limits = {1.0, alpha or 1.0}, {math.inf, math.inf if limit is None else limit}
     size = 3 * max([4.0, *filter(math.isfinite, limits)])  # beyond what is clamped
     probe = torch.linspace(-size, size, 1024, dtype=torch.float64, device="cpu")
-    probe = probe[torch.arange(1024, device="cpu") * 389 % 1024].reshape(8, 128)  # each gate meets another up
+    # mixed (389 is odd, so that each index comes once): in order, a gate would have only ups of about its own value
+    probe = probe[torch.arange(1024, device="cpu") * 389 % 1024].reshape(8, 128)
     try:
         if act_fn is not None:
             bare.act_fn = act_fn()

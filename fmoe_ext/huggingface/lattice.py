@@ -1,10 +1,14 @@
-"""Experts with W + B A rounded to the values of the packed W, and gradients as if nothing had been rounded.
+"""Train adapters on the values that packed weights can hold: lora.fuse(quantize=).
 
-Merging an adapter into packed weights rounds the sum to what the packing can hold, and what was trained in float is
-lost in part. Here the forward already computes with the rounded sum, so that training sees the loss of the merged
-model. Rounding has no useful gradient; the backward takes it for the identity (straight-through, Bengio et al.,
-2013, https://arxiv.org/abs/1308.3432): it decodes the rounded sum, runs the experts again with it in float, and
-sends the gradient of the sum on to B and A as if it were W + scale B A itself.
+Merging an adapter into packed weights W rounds the sum W + scale B A to what the packing can hold, its lattice, and
+what was trained in float is lost in part. Here the forward already computes with the rounded sum,
+
+    forward    y = f(x; Q)            Q = round(W + scale B A), packed
+    backward   dL/dQ by autograd of f(x; decode(Q)) in float, then dL/d(W + scale B A) := dL/dQ
+
+so that training sees the loss of the merged model. Rounding has no useful gradient: the backward takes it for the
+identity (straight-through, Bengio et al., 2013, https://arxiv.org/abs/1308.3432). compute() of experts.py calls
+run_rounded() where an adapter is an OnLattice.
 """
 
 from __future__ import annotations
@@ -25,7 +29,7 @@ _Run: TypeAlias = Callable[[Tensor, Tensor, Any, Any], Tensor]
 
 
 def is_rounded(adapters: tuple[Lora | None, Lora | None]) -> bool:
-    """True if an adapter is to be rounded together with its weight."""
+    """Return True if an adapter is to be rounded together with its weight."""
     return any(isinstance(adapter, OnLattice) for adapter in adapters)
 
 
@@ -45,14 +49,15 @@ def run_rounded(
     with torch.no_grad():
         # clones: the backward reads them, and the buffers of a streamed layer have other weights by then
         packed = tuple(w.map(torch.clone) if a is None else _rounded(w, a) for w, a in pairs)
-    # not read: the gradients that the backward returns for the sums reach a and b through them
+    # Their values are not read: the gradients that the backward returns for the sums reach a and b through them.
     changes = (None if a is None else a.scale * torch.bmm(a.b, a.a) for _, a in pairs)
     result: Tensor = _StraightThrough.apply(run, packed, transposed, x, topk_weights, *changes)
     return result
 
 
 def _rounded(weight: Quantized, adapter: Lora) -> Quantized:
-    """weight + adapter at the nearest values of the packing: what `fmoe adapter merge --rounding nearest` writes."""
+    """Round weight + adapter to the nearest values of the packing, as `fmoe adapter merge --rounding nearest` does."""
+    # rows as in the file; an expert at a time, or all would be float at once
     lies = replace(weight, interleaved=False)
     experts = [
         to_nearest(
@@ -68,6 +73,8 @@ def _rounded(weight: Quantized, adapter: Lora) -> Quantized:
 
 
 class _StraightThrough(torch.autograd.Function):
+    """run() with packed weights, whose gradients go to the last arguments, the changes."""
+
     @staticmethod
     def forward(
         ctx: Any, run: _Run, packed: Any, transposed: bool, x: Tensor, topk_weights: Tensor, *_: Any
@@ -78,10 +85,12 @@ class _StraightThrough(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
+        # run again, in float and under autograd
         x, topk_weights = (t.detach().requires_grad_() for t in ctx.saved_tensors)
         weights = [replace(q, interleaved=False).dequantize(x.dtype).requires_grad_() for q in ctx.packed]
         with torch.enable_grad():
             y = ctx.run(x, topk_weights, *(w.mT if ctx.transposed else w for w in weights))
+        # of the inputs that need a gradient: x, topk_weights, and the two sums in place of the two changes
         needed = ctx.needs_input_grad[3:]
         inputs = [t for t, is_needed in zip((x, topk_weights, *weights), needed, strict=True) if is_needed]
         found = iter(torch.autograd.grad(y, inputs, grad, allow_unused=True))

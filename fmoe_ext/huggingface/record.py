@@ -1,9 +1,14 @@
-"""Notes of fmoefy in the configuration of a Transformers model, which save_pretrained saves.
+"""Note in the configuration of a Transformers model what fmoefy did to it, so that save_pretrained() saves it.
 
-The configuration gets the entry "fmoe_ext", from which huggingface.from_pretrained builds the model again. Without
-fmoe_ext the same config.json would make a dense model, silently, with random MLPs. So its activations become NEEDS,
-and a dense model built from it fails with that text; where it names no activation, saving.py puts NEEDS in place of
-the dtype. What was there before is in the entry, and take_record() puts it back. The dense model's name goes, so
+note() writes the entry "fmoe_ext"; huggingface.from_pretrained (saved.py) takes it out again (take_record) and builds
+the model from it:
+
+    {"hidden_act": "needs fmoe_ext.huggingface.from_pretrained",                      <- NEEDS
+     "fmoe_ext": {"version": 1, "dense": {"hidden_act": "silu"}, "layers": [{"path": "model.layers.0.mlp", ...}, ...]}}
+
+Without fmoe_ext the same config.json would make a dense model, silently, with random MLPs. So its activations become
+NEEDS, and a dense model built from it fails with that text; where it names no activation, saving.py puts NEEDS in place
+of the dtype. What was there before is in "dense", and take_record() puts it back. The dense model's name goes, so
 that no library loads the dense model by it.
 """
 
@@ -90,12 +95,13 @@ def note(
     config: Any = getattr(model, "config", None)
     if not hasattr(model, "save_pretrained") or not hasattr(config, "to_json_string"):
         return ""
+    # A second fmoefy adds its layers to the entry of the first.
     record = getattr(config, KEY, None)
     if record is not None:
         check_record(record, f"{type(model).__name__}.config")
     else:
-        # a copy, here and in the submodules: other models may be made of the original
-        copies: dict[int, Any] = {}
+        # mark a copy, here and in the submodules that hold the same one: other models may be made of the original
+        copies: dict[int, Any] = {}  # {id of what was copied: its copy}
         config = copy.deepcopy(config, copies)
         for module in model.modules():
             own = copies.get(id(vars(module).get("config")))
@@ -117,7 +123,7 @@ def note(
 
 
 def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
-    """Take the entry out of the values of a configuration, which are the dense model's then -> it, None if none.
+    """Take the entry out of the values of a configuration, and make them the dense model's -> it, None without one.
 
     where: what has the values, for errors. Raises CheckpointError for an entry that note() has not written.
     """
@@ -125,6 +131,7 @@ def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
     if record is None:
         return None
     check_record(record, where)
+    # Put back what stood where NEEDS stands.
     for name, value in record["dense"].items():
         *parents, last = name.split(".")
         part: Any = values
@@ -137,13 +144,13 @@ def take_record(values: dict[str, Any], where: str) -> dict[str, Any] | None:
                 where, f"dense.{name}", value, f"{name} is {found!r} there, where it must be {NEEDS!r}"
             )
         part[last] = value
-    for name in _places_of(NEEDS, values):
+    for name in _places_of(NEEDS, values):  # one that "dense" does not have
         raise _damaged(where, f"dense.{name}", "missing", f"it must say what {name} was")
     return record
 
 
 def _places_of(value: Any, part: Any, prefix: str = "") -> Iterator[str]:
-    """Dotted names of the places in a nest of objects that hold a value."""
+    """Yield the dotted names of the places in a nest of objects that hold a value."""
     for name, other in part.items() if isinstance(part, dict) else ():
         if other == value:
             yield prefix + name
@@ -151,18 +158,23 @@ def _places_of(value: Any, part: Any, prefix: str = "") -> Iterator[str]:
 
 
 def check_record(record: Any, where: str) -> Any:
-    """Check that an entry has the keys, types and ranges of one that note() writes -> it; CheckpointError if not."""
+    """Check that an entry has the keys, types and ranges of one that note() writes -> it; CheckpointError if not.
+
+    The file may be a stranger's: models are built from what it says.
+    """
     _check_keys(record, _RECORD, where, "")
     if record["version"] != _VERSION:
         raise _damaged(where, "version", record["version"], f"this fmoe_ext reads {_VERSION}: upgrade it")
     from transformers.activations import ACT2FN
 
+    # What was replaced by NEEDS.
     for name, value in record["dense"].items():
         if name == "dtype":
             if value is not None and not isinstance(getattr(torch, str(value), None), torch.dtype):
                 raise _damaged(where, "dense.dtype", value, "it must be a dtype of torch, or null")
         elif not isinstance(value, str) or value.removeprefix("gated-") not in ACT2FN:  # T5 says "gated-gelu"
             raise _damaged(where, f"dense.{name}", value, "it must be an activation of Transformers")
+    # Each layer: its sizes, gate, activation and options.
     for i, entry in enumerate(record["layers"]):
         at = f"layers[{i}]"
         _check_keys(entry, _LAYER, where, at)
@@ -224,10 +236,11 @@ def _damaged(where: str, key: str, value: Any, why: str) -> Exception:
 
 
 def _entry(kind: str, target: Target, moe: FMoETransformerMLP, options: Options) -> dict[str, Any]:
-    """The entry of one layer; the keys are _LAYER's."""
+    """Describe one layer in values of JSON, with the keys of _LAYER; what JSON cannot hold goes to "missing"."""
     activation = moe.experts.activation
     kwargs = {name: value for name, value in options.moe_kwargs.items() if name not in _NOT_SAVED}
     saved = {name: value for name, value in kwargs.items() if _is_json(value)}
+    # The gate: a name of GATES, or a functools.partial of one with keywords.
     gate: Any = options.gate
     gate_options = {}
     if isinstance(gate, functools.partial) and not gate.args:
@@ -258,6 +271,7 @@ def _entry(kind: str, target: Target, moe: FMoETransformerMLP, options: Options)
 
 
 def _is_json(value: Any) -> bool:
+    """Return True if a value comes back from JSON as it was; a tuple does not."""
     try:
         return json.loads(json.dumps(value)) == value
     except (TypeError, ValueError):
@@ -270,9 +284,10 @@ def _mark(config: Any, prefix: str = "") -> dict[str, str]:
 
     found: dict[str, str] = {}
     for name, value in list(vars(config).items()):
+        # hidden_act, activation_function and their like; T5's feed_forward_proj
         if isinstance(value, str) and (("act" in name and value in ACT2FN) or name == "feed_forward_proj"):
             found[prefix + name] = value
             setattr(config, name, NEEDS)
-        elif hasattr(value, "to_json_string") and hasattr(value, "model_type"):
+        elif hasattr(value, "to_json_string") and hasattr(value, "model_type"):  # a configuration inside it
             found |= _mark(value, f"{prefix}{name}.")
     return found

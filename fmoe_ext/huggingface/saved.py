@@ -1,4 +1,4 @@
-"""Load what save_pretrained saved of a fmoefied Transformers model.
+"""Load what save_pretrained() saved of a fmoefied Transformers model: huggingface.from_pretrained().
 
 The entry "fmoe_ext" of config.json (record.py) says what the dense model was and which MLPs became which MoE layers. So
 loading repeats what the user did: build the dense model with Transformers, fmoefy each noted layer with the noted
@@ -68,6 +68,7 @@ def from_pretrained(
             f"{', '.join(sorted(parallel))}: from_pretrained loads all experts into one process. On several, fmoefy a "
             "model there, and fmoe_ext.checkpoint.load(folder, model) reads each rank's experts"
         )
+    # The entry of config.json.
     folder = local_path(folder)
     config_file = folder / "config.json"
     values = read_config_json(folder)
@@ -82,6 +83,7 @@ def from_pretrained(
     record = take_record(values, str(config_file))
     assert record is not None
 
+    # The files, whose bytes bound what may be built.
     files = ModelFolder(folder)
     if not files.paths:
         raise ValueError(f"{folder} must hold model.safetensors, or its parts with their index")
@@ -90,6 +92,7 @@ def from_pretrained(
             raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
     _check_sizes(files, record)
 
+    # The dense model.
     check_values(folder, values)
     with errors_of_transformers(folder):
         config = transformers.CONFIG_MAPPING[values["model_type"]].from_dict(values)
@@ -101,14 +104,18 @@ def from_pretrained(
     with errors_of_transformers(folder):
         model: Any = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
 
+    # Its MoE layers. What the files lack of some layers is for these alone: others were made by another fmoefy().
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     given = {name: value for name, value in given.items() if value is not None}
+    lacking = {name for entry in record["layers"] for name in entry["missing"]}
     for i, entry in enumerate(record["layers"]):
-        _rebuild(model, entry, given, f"{config_file}: {KEY}.layers[{i}]")
+        own = {n: value for n, value in given.items() if n in entry["missing"] or n not in lacking}
+        _rebuild(model, entry, own, f"{config_file}: {KEY}.layers[{i}]")
     model.config._name_or_path = str(folder)
 
     from safetensors.torch import load_file
 
+    # The tensors.
     tensors: dict[str, Tensor] = {}
     for found in files.without_replaced({file: load_file(file) for file in files.paths}).values():
         tensors |= found
@@ -132,6 +139,7 @@ def _check_sizes(files: ModelFolder, record: dict[str, Any]) -> None:
         # the layer itself refuses what is no number
         latent, shared = (size if isinstance(size, int) else 0 for size in sizes)
         width = latent or entry["d_model"]
+        # one of each expert's two weights, and of the latent's and shared expert's: a byte each at least
         total += entry["num_experts"] * entry["d_hidden"] * width + entry["d_model"] * (latent + shared)
         if total > num_bytes:
             raise CheckpointError(
@@ -143,7 +151,7 @@ def _check_sizes(files: ModelFolder, record: dict[str, Any]) -> None:
 
 
 def _with_floats(value: Any) -> Any:
-    """Values of config.json with the infinities and NaNs that Transformers writes as {"__float__": "Infinity"}."""
+    """Return values of config.json with infinities and NaNs, which Transformers writes as {"__float__": "Infinity"}."""
     if isinstance(value, dict):
         if value.keys() == {"__float__"}:
             return float(value["__float__"])
@@ -152,7 +160,7 @@ def _with_floats(value: Any) -> Any:
 
 
 def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], where: str) -> None:
-    """Put the MoE layer of an entry in its place, its weights not yet loaded; where: the entry, for errors."""
+    """Put the MoE layer of an entry in its place, its weights not yet loaded. where: names the entry in errors."""
     missing = {name: was for name, was in entry["missing"].items() if name not in given}
     if missing:
         what = ", ".join(f"{name}= (it was {was})" for name, was in missing.items())
@@ -191,7 +199,10 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], 
 
 
 def _load(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None:
-    """Load all tensors; what is missing must be tied to something that is there, or computed by Transformers."""
+    """Load all tensors; ValueError unless they are the model's.
+
+    A name may be missing if its tensor is tied to one that is there, or if Transformers computes it.
+    """
     state = model.state_dict()
     # tied parameters have one place in memory, and a file has one of their names
     places = {name: (value.data_ptr() or id(value), tuple(value.shape)) for name, value in state.items()}

@@ -1,10 +1,15 @@
-"""Save Transformers models with layers of ours: what save_pretrained() writes, and from which rank.
+"""Save Transformers models with layers of ours: replace save_pretrained() and push_to_hub() of a model.
 
 Transformers' own save_pretrained() would write a fmoefied model under a config.json that describes a dense one, and
 every rank of a job would write the part that it has. replace_save_pretrained() therefore sets another one on the
-model: _save_fmoefied here, _save_spread in ep.py for experts that are spread over ranks, and formats/imports.py has
-one for imported models. Each fills a folder beside the target, which then takes the target's place in one step, and
-adds a model card. fmoefy imports this module, so it imports fmoe_ext.checkpoint where it is used.
+model:
+
+    _save_fmoefied (here)     for what fmoefy made
+    _save_spread (ep.py)      for a Transformers MoE model with its experts spread over ranks
+    formats/imports.py        for imported models
+
+Each fills a folder beside the target, which then takes the target's place in one step, and adds a model card. fmoefy
+imports this module, so it imports fmoe_ext.checkpoint where it is used.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ def replace_save_pretrained(
 ) -> None:
     """Replace model.save_pretrained(...) by save(model, ...), and push_to_hub(...) by push(model, ...).
 
-    push: None for Transformers' own, which uploads what save_pretrained() wrote, on one process.
+    push: None for Transformers' own, which calls save_pretrained() and uploads what it wrote, on one process.
     """
     model.save_pretrained = functools.partial(save, model)
     if hasattr(type(model), "push_to_hub"):
@@ -47,6 +52,7 @@ def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
         )
     from huggingface_hub import HfApi
 
+    # Does the repository have a card already? Made first, as push_to_hub() does, for its full name.
     api, revision = HfApi(token=options.get("token")), options.get("revision")
     full = api.create_repo(repo_id, private=options.get("private"), exist_ok=True).repo_id
     has_card = api.file_exists(full, "README.md", revision=revision)
@@ -62,9 +68,10 @@ def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
 
 
 def card_of(model: Any, config: Any, title: str, command: str, format: str | None = None) -> str:
-    """The model card of a Transformers model, written with a configuration in a format; by default its own."""
+    """Write the model card of a Transformers model that is saved with a configuration, in a format (None: its own)."""
     from fmoe_ext.checkpoint.card import render_card
 
+    # what can be said of any model: class, experts, dtype, and the hub's task by the class's name
     inner = config.get_text_config()
     kind = (config.architectures or [type(model).__name__])[0]
     pipelines = {"ForCausalLM": "text-generation", "ForConditionalGeneration": "image-text-to-text"}
@@ -112,7 +119,7 @@ def describe(config: Any, model: Any, dtype: torch.dtype | None) -> None:
     They may have changed since the configuration was made. Loading would round the tensors to a dtype that is not
     theirs, and overwrite a head that is tied by mistake.
     """
-    inner = config.get_text_config()
+    inner = config.get_text_config()  # the configuration itself, or the one of the text model inside it
     config.dtype = dtype
     if getattr(inner, "dtype", None) is not None:
         inner.dtype = dtype
@@ -151,9 +158,9 @@ def _save_fmoefied(model: Any, save_directory: str | Path, **options: Any) -> No
     if any(layer.world_size > 1 for layer in model.modules() if isinstance(layer, FMoE)):
         _save_from_all_ranks(model, folder, **options)
         return
-    options = options | {"save_original_format": False}
+    options = options | {"save_original_format": False}  # tensors under the names that the modules have
     describe(model.config, model, model.dtype)
-    if not options.get("is_main_process", True):
+    if not options.get("is_main_process", True):  # it writes nothing, but takes part
         type(model).save_pretrained(model, folder, **options)
         return
     with replacing_for_transformers(folder, options) as unfinished:
@@ -181,12 +188,13 @@ def _write_card(model: Any, unfinished: Path, folder: Path) -> None:
 
 
 def _save_from_all_ranks(model: Any, folder: Path, *, max_shard_size: int | str = MAX_SHARD_SIZE) -> None:
+    """Save a fmoefied model whose experts are spread: gathered() gives the first rank the tensors of all."""
     from fmoe_ext.checkpoint.model_folder import usual_dtype
     from fmoe_ext.checkpoint.saving import gathered
     from fmoe_ext.checkpoint.shards import num_bytes_of, replacing, write_model_files
 
     with gathered(folder, model) as whole:
-        if whole is not None:
+        if whole is not None:  # on the first rank, which writes what Transformers' save_pretrained() would
             with replacing(folder) as unfinished:
                 write_model_files(unfinished, whole.tensors, num_bytes_of(max_shard_size))
                 describe(model.config, model, usual_dtype(whole.tensors.values()))

@@ -1,4 +1,4 @@
-"""A callback for the trainers of Transformers and TRL that train fmoefied models.
+"""Add the gates' balance loss, and the experts' load in the logs, to a Trainer of Transformers or TRL: BalanceCallback.
 
 In a module of its own because its class derives from Transformers': huggingface.balance_callback() imports it.
 """
@@ -20,7 +20,7 @@ except ImportError as error:
     raise ImportError(f"BalanceCallback needs transformers ({error}): pip install transformers") from error
 
 _PREFIX = "moe/"
-_LOGGED = ("max_over_mean", "dropped_share", "dead_experts")
+_LOGGED = ("max_over_mean", "dropped_share", "dead_experts")  # of balance.summarize()
 
 
 class BalanceCallback(TrainerCallback):
@@ -55,6 +55,7 @@ class BalanceCallback(TrainerCallback):
 
     def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         logs: dict[str, float] = kwargs["logs"]
+        # the log of an evaluation, or the last one of a training, has no "loss"
         if self._loss is None or self._monitor is None or "loss" not in logs:
             return
         record = self._monitor.collect(state.global_step, sum_over_ranks=_sum_over_ranks)

@@ -1,11 +1,14 @@
-"""The gates' balance loss in training loops that others run: Trainer, TRL, accelerate, Lightning.
+"""Add the gates' balance loss in training loops that others run: Trainer, TRL, accelerate, Lightning.
 
-It joins the loss where the loop takes it, so that nobody overrides compute_loss. There are three such places: what
-a model's forward returns (a forward hook), what training_step of a LightningModule returns, and what a Trainer's
-compute_loss returns, for trainers of TRL that compute the loss themselves. Under accumulation each microbatch
-counts by its share of the batch's labels where the loop has counted them, since the model's own loss is then
-divided by that number; elsewhere the loop divides both. Biases of SigmoidGate need nothing: they move by themselves
-at the optimizer's step.
+It joins the loss where the loop takes it, so that nobody overrides compute_loss. There are three such places:
+
+    model            what its forward returns: a forward hook (_AfterForward)
+    LightningModule  what its training_step returns (_training_step)
+    Trainer          what its compute_loss returns (_to_trainer), for trainers of TRL that compute the loss themselves
+
+Under accumulation each microbatch counts by its share of the batch's labels where the loop has counted them, since the
+model's own loss is then divided by that number; elsewhere the loop divides both. Biases of SigmoidGate need nothing:
+they move by themselves at the optimizer's step.
 """
 
 from __future__ import annotations
@@ -55,11 +58,13 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
         >>> torch.allclose(loss, plain + 0.01 * fmoe_ext.gates.total_loss(model))
         True
     """
+    # Check before anything changes.
     trained = model.model if _is_trainer(model) else model
     gates = [module for module in trained.modules() if isinstance(module, BaseGate)]
     if not gates:
         raise ValueError(f"{type(trained).__name__} has no gate of fmoe_ext, whose loss could be added")
     check_weight(weight)
+    # Remove what was added before: reading a gate's loss takes it, so that the second reader gets none.
     references = [_added_to.pop(gate, None) for gate in gates]
     earlier = [None if reference is None else reference() for reference in references]
     for before in (*earlier, *_in_copy(trained)):
@@ -80,7 +85,7 @@ _added_to: WeakKeyDictionary[BaseGate, weakref.ref[BalanceLoss]] = WeakKeyDictio
 
 
 def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
-    """Losses that copy.deepcopy or pickle has taken along: a copy's gates are new ones, unknown to _added_to."""
+    """Yield losses that copy.deepcopy or pickle took along: a copy's gates are new ones, which _added_to has not."""
     for module in model.modules():
         hooks = [hook for hook in module._forward_hooks.values() if isinstance(hook, _AfterForward)]
         yield from (hook.balance for hook in hooks)
@@ -100,9 +105,10 @@ class BalanceLoss:
 
     def __init__(self, model: Any, weight: float) -> None:
         self.weight = weight
+        # of losses since pop_mean(), on the device: adding does not wait for it
         self._sum: torch.Tensor | float = 0.0
-        self._count = 0
-        self._remove: Callable[[], None] | None = None
+        self._count = 0  # of them
+        self._remove: Callable[[], None] | None = None  # takes it out of the model; None afterwards
         if _is_trainer(model):
             self._remove = _to_trainer(model, self)
         elif hasattr(model, "training_step"):
@@ -141,7 +147,7 @@ class BalanceLoss:
 
 
 def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | float:
-    """The part of num_items_in_batch that a forward with these arguments has; 1.0 without that number."""
+    """Return the part of num_items_in_batch that a forward with these arguments has; 1.0 without that number."""
     total = kwargs.get("num_items_in_batch")
     if total is None:
         return 1.0
@@ -155,7 +161,8 @@ def _share_of_batch(model: Any, kwargs: Mapping[str, Any]) -> torch.Tensor | flo
             )
         from transformers.loss.loss_utils import LOSS_MAPPING, ForCausalLMLoss
 
-        # A causal model predicts label i + 1 at position i: its first label does not count.
+        # A causal model predicts label i + 1 at position i, so its first label does not count. shift_labels are shifted
+        # already.
         is_causal = LOSS_MAPPING.get(str(getattr(model, "loss_type", ""))) is ForCausalLMLoss
         if is_causal and not getattr(model.config, "is_encoder_decoder", False):
             labels = labels[..., 1:]
@@ -183,6 +190,7 @@ class _AfterForward:
 
 def _training_step(module: Any, balance: BalanceLoss, own: Any, *args: Any, **kwargs: Any) -> Any:
     """Run own, or the step of the module's class, and add the gates' loss."""
+    # own: a step that was set on the instance before ours
     step = functools.partial(type(module).training_step, module) if own is None else own
     output = step(*args, **kwargs)
     if output is None and getattr(module, "automatic_optimization", False):
@@ -197,7 +205,7 @@ def _restore_step(module: Any, before: Any) -> None:
 
 
 def _is_trainer(model: Any) -> bool:
-    """True for a Trainer of Transformers; TRL's are its subclasses."""
+    """Return True for a Trainer of Transformers, and so for TRL's, by name: Transformers need not be there."""
     return any(c.__module__ == "transformers.trainer" for c in type(model).__mro__)
 
 
@@ -205,7 +213,7 @@ def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
     """Wrap trainer.compute_loss, which may call the model several times; forwards without a gradient do not count."""
     own = trainer.compute_loss
     parameters = inspect.signature(own)
-    losses: list[torch.Tensor | float] = []
+    losses: list[torch.Tensor | float] = []  # of the forwards of one compute_loss()
 
     def after_forward(module: nn.Module, *_: Any) -> None:
         if module.training and torch.is_grad_enabled():
@@ -215,7 +223,7 @@ def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
         if not trainer.model.training:
             return own(*args, **kwargs)
         losses.clear()
-        given = parameters.bind(*args, **kwargs).arguments
+        given = parameters.bind(*args, **kwargs).arguments  # by name, however the trainer passes them
         share = _share_in(trainer, given["inputs"], given.get("num_items_in_batch"))
         result = own(*args, **kwargs)
         own_loss, *outputs = result if isinstance(result, tuple) else (result,)
@@ -235,13 +243,15 @@ def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
 
 
 def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.Tensor | float:
-    """The factor of a microbatch's balance loss in what compute_loss returns."""
+    """Return the factor of a microbatch's balance loss in what compute_loss returns: 1, or its share of the batch."""
+    # Does compute_loss divide by the whole batch's number, or the trainer by the number of microbatches?
     is_scaled = getattr(trainer, "loss_is_scaled_for_ga", None)  # older Transformers lack it
     if is_scaled is None:
         uses_num_items = num_items is not None and trainer.model_accepts_loss_kwargs
         is_scaled = uses_num_items or trainer.compute_loss_func is not None
     if not is_scaled:
         return 1.0  # the trainer divides by the number of microbatches
+    # the share by labels; an equal one where no labels are counted
     if num_items is None or not ("labels" in inputs or "shift_labels" in inputs):
         return 1 / trainer.current_gradient_accumulation_steps
     share = _share_of_batch(trainer.model, {**inputs, "num_items_in_batch": num_items})
@@ -255,7 +265,7 @@ def _share_in(trainer: Any, inputs: Mapping[str, Any], num_items: Any) -> torch.
 
 
 def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
-    """Find the loss in output; ValueError without one."""
+    """Find the loss in what a forward or a training step returned; ValueError without one."""
     own_loss: torch.Tensor | None = None
     if isinstance(output, torch.Tensor):
         own_loss = output

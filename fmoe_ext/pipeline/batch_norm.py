@@ -1,4 +1,7 @@
-"""Batch norms under checkpoints: the second forward of a microbatch moves no running statistics."""
+"""Keep batch norms from counting a microbatch twice under a checkpoint, which runs its forward again in the backward.
+
+The second forward runs with momentum 0 (the running mean and variance stay) and gets its count of batches back.
+"""
 
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -12,12 +15,12 @@ _recomputing: ContextVar[bool] = ContextVar("a checkpoint runs its forward again
 
 
 def batch_norms_of(module: nn.Module) -> list[nn.Module]:
-    """The batch norms of torch in a module."""
+    """List the batch norms of torch in a module."""
     return [m for m in module.modules() if isinstance(m, BATCH_NORMS)]
 
 
 def is_recomputing() -> bool:
-    """True in the second forward of a checkpoint that has a Recomputing."""
+    """Return True in the second forward of a checkpoint that has a Recomputing."""
     return _recomputing.get()
 
 
@@ -26,6 +29,7 @@ class Recomputing:
 
     def __init__(self, modules: Iterable[nn.Module]):
         norms = (m for m in modules if isinstance(m, BATCH_NORMS))
+        # without running statistics there is no count, and nothing to move
         self._norms = [(m, m.num_batches_tracked) for m in norms if m.num_batches_tracked is not None]
 
     def __enter__(self) -> None:

@@ -1,4 +1,4 @@
-"""The stages of one rank: joined to a module, wrapped for data parallelism; parameters that stages share.
+"""Reduce the gradients of a Pipeline over ranks: of a stage's replicas (wrap), and of stages (TiedParameters).
 
 A parameter that stages of different ranks share (an embedding that is also the head) has a copy on each. The copies
 begin equal, and after each step get the sum of their gradients, so that they stay equal. Gradients of earlier steps
@@ -25,16 +25,18 @@ class TiedParameters:
     """The parameters that stages of different ranks share: one value, and the sum of the stages' gradients."""
 
     def __init__(self, stages: Sequence[Stage], places: list[list[int]], pp_group: dist.ProcessGroup):
+        # Which ranks of the pipeline have each parameter.
         rank_of = {index: rank for rank, indexes in enumerate(places) for index in indexes}
         holders: dict[nn.Parameter, set[int]] = {}
         for stage in stages:
             for p in stage.parameters():  # in one order on all ranks, as groups are made in it
                 holders.setdefault(p, set()).add(rank_of[stage.index])
+        # A group for each set of ranks that share something; all ranks of the pipeline call new_group_of().
         members = dist.get_process_group_ranks(pp_group)
         self._shared: list[tuple[nn.Parameter, dist.ProcessGroup]] = []
         self._num_ranks: dict[nn.Parameter, int] = {}
         self._kept: list[torch.Tensor | None] = []  # gradients of earlier steps
-        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}
+        groups: dict[tuple[int, ...], dist.ProcessGroup | None] = {}  # None: this rank is not in it
         for p, ranks in holders.items():
             if len(ranks) == 1:
                 continue
@@ -44,6 +46,7 @@ class TiedParameters:
             if (group := groups[own]) is not None:
                 self._shared.append((p, group))
                 self._num_ranks[p] = len(ranks)
+        # The copies begin equal, whatever each rank had drawn.
         for p, group in self._shared:
             dist.broadcast(p.detach(), dist.get_process_group_ranks(group)[0], group=group)
 
@@ -67,7 +70,7 @@ class TiedParameters:
         Without one a copy counts as zero.
         """
         for (p, group), kept in zip(self._shared, self._kept, strict=True):
-            if p.grad is None:
+            if p.grad is None:  # the others of the group wait for this rank all the same
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=group)
             if kept is not None:
@@ -109,7 +112,7 @@ def wrap(stage: Stage, name: str, groups: PipelineGroups, device: torch.device) 
 
 
 def joined(parts: list[nn.Module]) -> nn.Module:
-    """Make one module of the parts of several stages, names as in the model."""
+    """Make one module of the parts of several stages (part_of), with the names that they have in the model."""
     joined = nn.Module()
     for part in parts:
         _merge(joined, part)
@@ -118,6 +121,7 @@ def joined(parts: list[nn.Module]) -> nn.Module:
 
 def _merge(into: nn.Module, part: nn.Module) -> None:
     for name, child in part.named_children():
+        # a bare one is a level of names that part_of() made
         if name in into._modules and type(child) is nn.Module:
             _merge(into.get_submodule(name), child)
         else:
@@ -125,7 +129,8 @@ def _merge(into: nn.Module, part: nn.Module) -> None:
 
 
 def num_copies(param: nn.Parameter, wrapped: list[nn.Module], name: str, groups: PipelineGroups) -> int:
-    """Count the ranks of one stage that have the same copy, or shard, of a parameter."""
+    """Count the ranks of one stage whose gradient of a parameter counts as the same one."""
+    # grouped: the ranks over which the parameter's tag is reduced, 1 for "none"; a DTensor's norm is of all its shards
     for module in wrapped:
         if isinstance(module, DistributedGroupedDataParallel):
             for tag, params in module.tagged.items():

@@ -1,4 +1,12 @@
-"""The process groups of pipeline x data x expert parallelism."""
+"""Make the process groups of pipeline x data x expert parallelism: init_groups(pp, ep) for Pipeline.
+
+Ranks are numbered (pp, dp, ep), ep fastest. 8 ranks, pp = 2, dp = 2, ep = 2:
+
+    stage 0   0 1 | 2 3        pp       0 4, 1 5, 2 6, 3 7         one rank of each stage
+    stage 1   4 5 | 6 7        data     0 1 2 3, 4 5 6 7           the ranks of one stage
+                               ep       0 1, 2 3, 4 5, 6 7         experts are spread over these
+                               experts  0 2, 1 3, 4 6, 5 7         the same experts of one stage
+"""
 
 from dataclasses import dataclass
 from typing import Any
@@ -48,6 +56,7 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
             raise ValueError(f"a mesh needs dimensions of the names {', '.join(MESH_DIMS)}, but has {names}")
         if numbers.numel() != world_size:
             raise ValueError(f"the mesh has {numbers.numel()} ranks, but the job {world_size}")
+        # dimensions in the order pp, dp, ep, of size 1 where the mesh lacks one
         order = [names.index(name) for name in MESH_DIMS if name in names]
         sizes = [numbers.shape[names.index(name)] if name in names else 1 for name in MESH_DIMS]
         ranks = numbers.permute(order).reshape(sizes)
@@ -55,7 +64,7 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
         if pp < 1 or ep < 1 or world_size % (pp * ep):
             raise ValueError(f"pp * ep must divide the number of ranks, {world_size}, but got {pp} * {ep}")
         ranks = torch.arange(world_size, device="cpu").reshape(pp, -1, ep)
-    # All ranks make all groups in one order, each from a matrix [groups, ranks of a group].
+    # All ranks make all groups in one order, as torch wants it, each from a matrix [groups, ranks of a group].
     pp_size, _, ep_size = ranks.shape
     return PipelineGroups(
         pp=group_among(ranks.permute(1, 2, 0).reshape(-1, pp_size)),
@@ -77,6 +86,7 @@ def check_layers(part: nn.Module, groups: PipelineGroups) -> None:
     for name, moe in part.named_modules():
         if not isinstance(moe, FMoE):
             continue
+        # groups in which the layer's forward waits: for rows of experts, and for sums of the gate
         ranks = getattr(moe.gate, "ranks", None)
         used = [moe.moe_group, find_group(ranks.group) if isinstance(ranks, GroupRanks) else None]
         others = {rank for group in used if group is not None for rank in dist.get_process_group_ranks(group)}

@@ -1,4 +1,4 @@
-"""Models that no rank has in memory as a whole: made on the meta device, filled a stage at a time.
+"""Fill models that no rank has in memory as a whole: made on the meta device, filled a stage at a time.
 
 A tensor that init() forgets would train as garbage. So each new one is filled with a number that no model has (NaN, or
 the least integer; bool and uint8 have none), and one that still has it after init() is an error that names it.
@@ -17,18 +17,19 @@ def on_meta(modules: Iterable[nn.Module]) -> bool:
 
 
 def materialize(modules: Iterable[nn.Module], mine: Iterable[nn.Module], device: torch.device) -> None:
-    """Allocate what `mine` has on the meta device on a device, and mark it as not filled.
+    """Allocate on a device what `mine` has on the meta device, and mark it as not filled.
 
     Tensors that several of all `modules` share stay one tensor. Tags of parameters, such as those that name their
     data-parallel group, are kept.
     """
-    unset: dict[int, Tensor] = {}
+    unset: dict[int, Tensor] = {}  # {id of a tensor on the meta device: what replaces it}
     for t in (t for module in mine for t in _tensors(module) if t.is_meta):
         new = torch.full_like(t, _mark(t), device=device, requires_grad=False)
         if isinstance(t, nn.Parameter):
             new = nn.Parameter(new, requires_grad=t.requires_grad)
             new.__dict__.update(t.__dict__)
         unset[id(t)] = new
+    # in every module that has the tensor, also of other ranks' stages: it may be tied
     for module in {id(m): m for whole in modules for m in whole.modules()}.values():
         for name, t in list(_named(module, recurse=False)):
             if id(t) in unset:
@@ -83,4 +84,4 @@ def _is_unset(t: Tensor) -> bool:
     if t.dtype in (torch.bool, torch.uint8):
         return False  # every value is one that a model may have
     mark = _mark(t)
-    return bool(t.isnan().any() if mark != mark else (t == mark).any())
+    return bool(t.isnan().any() if mark != mark else (t == mark).any())  # NaN alone differs from itself

@@ -1,4 +1,4 @@
-"""Running a layer to see what it takes."""
+"""Run a layer to see what it takes: seconds, parameters, and the bytes that it keeps for its backward (split)."""
 
 import time
 
@@ -9,24 +9,24 @@ from fmoe_ext.pipeline.microbatch import Values, as_tuple, map_tensors
 
 
 def now(device: torch.device) -> float:
-    """Read the seconds, when all that was started on the device is done."""
-    if device.type == "cuda":
+    """Read the clock, in seconds, once all that was started on the device is done."""
+    if device.type == "cuda":  # kernels run after the call that started them returned
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
 def median(values: list[float]) -> float:
-    """Return the upper of the two in the middle; 0 of none."""
+    """Return the median, of an even number of values the greater of the two in the middle; 0 of none."""
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
 def leaves(values: Values) -> Values:
-    """Return the same values as a graph begins with; those that can have a gradient want it."""
+    """Return the same values as leaves of a new graph; floating ones require a gradient."""
     return map_tensors(lambda x: x.detach().requires_grad_(x.is_floating_point()), values)
 
 
 def backward_of_ones(values: Values, retain_graph: bool = False) -> None:
-    """Run the backward of their sum, of those that have one."""
+    """Run the backward of the sum of all values that have a gradient."""
     outputs = [x for x in as_tuple(values) if isinstance(x, Tensor) and x.requires_grad]
     if outputs:
         torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs], retain_graph)
@@ -39,7 +39,7 @@ def parameter_bytes(layer: nn.Module) -> int:
 def run_and_weigh(layer: nn.Module, values: Values) -> tuple[Values, int]:
     """Compute layer(values), and count the bytes that it keeps for backward besides its parameters."""
     own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
-    kept: dict[int, int] = {}
+    kept: dict[int, int] = {}  # {address of a storage: its bytes}, so that views of one count once
 
     def keep(x: Tensor) -> Tensor:
         storage = x.untyped_storage()

@@ -1,4 +1,4 @@
-"""The values of a batch and its microbatches, and losses that are sums over their tokens."""
+"""Helpers for the values of a batch and its microbatches, and the usual loss: a sum over tokens, and their count."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
@@ -52,6 +52,6 @@ def count_targets(target: object) -> int:
         raise TypeError(
             f"the target is a {type(target).__name__}, not a tensor: pass count=, a function target -> number of tokens"
         )
-    if target.dtype in (torch.int64, torch.int32):
+    if target.dtype in (torch.int64, torch.int32):  # numbers of classes or tokens
         return int((target != IGNORED).sum())
     return len(target)

@@ -1,10 +1,14 @@
-"""One microbatch's exchange while another's attention and experts compute: OVERLAP_F_B of DualPipe's schedules.
+"""Exchange one microbatch's rows while another's attention and experts compute: OVERLAP_F_B of DualPipe's schedules.
 
 The forward of one microbatch and the backward of another run by turns in two threads, one at a time. A thread that
-would wait for an exchange of expert parallelism lets the other run until that one waits. Turns change at fixed places
-of the computation and not when a message happens to come, so that all ranks call their collectives in one order. The
-backward begins: a block ends in its experts, so that a backward has a message under way before it has anything to
-compute, and the forward's last message travels while the backward computes its last.
+would wait for an exchange of expert parallelism lets the other run until that one waits:
+
+    backward   start exchange a |                           | wait for a, compute, start c |
+    forward                     | compute, start exchange b |                              | wait for b, compute, ...
+
+Turns change at fixed places of the computation and not when a message happens to come, so that all ranks call their
+collectives in one order. The backward begins: a block ends in its experts, so that a backward has a message under way
+before it has anything to compute, and the forward's last message travels while the backward computes its last.
 """
 
 from __future__ import annotations
@@ -41,7 +45,8 @@ class Overlap:
     ):
         self._schedule, self._loss_fn = schedule, loss_fn
         self._stages = {stage.stage_index: stage for stage in stages}
-        self._losses: dict[int, Tensor] = {}
+        self._losses: dict[int, Tensor] = {}  # of microbatches whose backward has not come
+        # All kinds, since the two halves share _losses. BACKWARD_INPUT is the first part of a backward in two.
         schedule.register_custom_function(FORWARD, self._forward)
         schedule.register_custom_function(FULL_BACKWARD, self._backward)
         schedule.register_custom_function(BACKWARD_INPUT, self._backward)
@@ -55,6 +60,7 @@ class Overlap:
         schedule.register_custom_function(OVERLAP_F_B, both)
 
     def _forward(self, action: Any, context: Any) -> None:
+        """Run the forward of a microbatch as torch's schedule would: receive, compute, pass on inside this rank."""
         index, number = action.stage_index, action.microbatch_index
         stage = self._stages[index]
         _wait_all(self._schedule.fwd_recv_ops.pop((index, number), ()))
@@ -66,6 +72,7 @@ class Overlap:
             self._stages[index + 1].set_local_fwd_input(output, number)
 
     def _backward(self, action: Any, context: Any) -> None:
+        """Run the backward of a microbatch, or its first part, as torch's schedule would."""
         index, number = action.stage_index, action.microbatch_index
         stage = self._stages[index]
         _wait_all(self._schedule.bwd_recv_ops.pop((index, number), ()))
@@ -87,6 +94,7 @@ def by_turns(first: Callable[[], None], second: Callable[[], None], device: torc
     backward does that computes checkpointed activations again. Raises what either raises, first()'s if both do.
     """
     turns = _Turns(device)
+    # the new thread works for this one: what layers keep for each thread (losses, tapes) is this one's there too
     context = contextvars.copy_context()
     context.run(works_for.set, current_thread())
     thread = threading.Thread(target=context.run, args=(turns.run, 0, first), daemon=True)
@@ -100,14 +108,14 @@ def by_turns(first: Callable[[], None], second: Callable[[], None], device: torc
 
 
 class _Turns:
-    """Whose turn it is of two threads."""
+    """Whose turn it is of two threads, 0 and 1. Each has torch's modes and random numbers as if it ran alone."""
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._turn = 0
-        self._begin = _random_state(device)
+        self._begin = _random_state(device)  # of both: first() leaves the generators as they were (by_turns)
         self._ended = [False, False]
         self._mode = batch_invariant if is_batch_invariant() else contextlib.nullcontext  # of a thread
         self.errors: list[BaseException | None] = [None, None]
@@ -115,6 +123,7 @@ class _Turns:
     def run(self, me: int, fn: Callable[[], None]) -> None:
         """Call fn() in the turns of `me`."""
         self._await(me)
+        # torch's generators belong to all threads, modes and streams to each: set them for this one
         _set_random_state(self._device, self._begin)
         try:
             with (
@@ -124,14 +133,15 @@ class _Turns:
                 while_waiting(lambda: self._hand_over(me)),
             ):
                 fn()
-        except BaseException as error:
+        except BaseException as error:  # raised by by_turns(), when the other has ended too
             self.errors[me] = error
-        if me == 1:
+        if me == 1:  # the generators go on from here, as after first() and then second()
             self.state_of_second = _random_state(self._device)
         self._ended[me] = True
         self._give(1 - me)
 
     def _hand_over(self, me: int) -> None:
+        """Let the other run until it hands over or ends; called by ep.exchange before it waits."""
         if self._ended[1 - me]:
             return
         state = _random_state(self._device)

@@ -1,11 +1,17 @@
-"""The schedules of torch.distributed.pipelining by name: where stages live, how many microbatches they need.
+"""Find a schedule of torch.distributed.pipelining by its name: where stages live, how many microbatches it needs.
 
-A schedule is the order in which a rank runs forwards (F) and backwards (B) of microbatches. gpipe runs all F, then all
-B: simple, and it keeps the activations of all microbatches. 1f1b runs a B as soon as it can, so that a rank keeps no
-more microbatches than there are stages behind it. interleaved gives a rank several stages, one after the other around
-the ring, which shortens the wait at both ends. zero_bubble splits a B into the gradient of inputs, for which the rank
-before waits, and that of weights, which fills gaps. In a V (zero_bubble_v, dualpipe_v) the first rank has the last
-stage too; dualpipe_v runs an F of one microbatch together with a B of another, whose exchanges hide behind it.
+A schedule is the order in which a rank runs forwards (F) and backwards (B) of microbatches. Two ranks, four
+microbatches; a dot is a bubble, in which a rank waits:
+
+    gpipe   F0 F1 F2 F3 .  .  B0 B1 B2 B3    all F, then all B: simple, keeps the activations of all microbatches
+            .  F0 F1 F2 F3 B0 B1 B2 B3 .
+    1f1b    F0 F1 .  B0 F2 B1 F3 B2 .  B3    a B as soon as it can be: a rank keeps no more microbatches than there are
+            .  F0 B0 F1 B1 F2 B2 F3 B3 .     stages from it to the end
+
+interleaved    gives a rank several stages, one after the other around the ring: shorter waits at both ends
+zero_bubble    splits a B into the gradient of inputs, for which the rank before waits, and of weights, which fills gaps
+zero_bubble_v  the same with stages in a V: the first rank has the last stage too
+dualpipe_v     in a V, runs an F of one microbatch together with a B of another, whose exchanges hide behind it
 """
 
 from collections.abc import Callable
@@ -27,6 +33,7 @@ def _any_number(chunks: int, ranks: int, stages: int) -> int:
     return chunks
 
 
+# torch's schedule refuses fewer microbatches than stages
 def _one_a_stage(chunks: int, ranks: int, stages: int) -> int:
     return max(chunks, stages)
 
@@ -69,11 +76,12 @@ SCHEDULES = MappingProxyType(
 
 
 def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
-    """Find the schedule of a name. Raises ValueError for an unknown one and for what it cannot run."""
+    """Find the schedule of a name; ValueError for an unknown one, and for stages or chunks that it cannot run."""
     if name not in SCHEDULES:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {name!r}")
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
+    # two stages a rank in a V, one without a list, else any equal number
     kind = SCHEDULES[name]
     if kind.is_v and stages != 2 * ranks:
         raise ValueError(

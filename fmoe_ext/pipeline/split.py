@@ -1,10 +1,10 @@
-"""split(): a model cut into stages of equal cost.
+"""Cut a model into stages of about equal cost: split(), whose stages Pipeline trains.
 
-layers_of() takes a model for a sequence of layers, each called with what the one before returns. Each is run
-once, on a copy: that gives its cost and the shapes at every cut. balance_cost() then finds the cut whose
-greatest stage is least, since a pipeline is as fast as its slowest stage. part_of() finds the model's modules
-that a stage uses, so that a stage's state_dict() is a part of the model's. Measured times differ between
-ranks, so that the first rank's cut is everybody's.
+1. layers_of() takes the model for a sequence of layers, each called with what the one before returns.
+2. _measure() runs a copy of each: that gives its cost and the shapes at every cut.
+3. balance_cost() finds the cut whose greatest stage is least, since a pipeline is as fast as its slowest stage.
+   Measured times differ between ranks, so the first rank's cut is everybody's.
+4. part_of() finds the model's modules that a stage uses, so that a stage's state_dict() is a part of the model's.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -22,7 +22,8 @@ from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_t
 from fmoe_ext.pipeline.stage import Boundary, Stage
 from fmoe_ext.planning.layouts import balance_cost
 
-MEASURES = ("time", "memory", "load")
+MEASURES = ("time", "memory", "load")  # of split(by=)
+# what _DecoderBlock can compute: causal attention over all tokens, by an implementation that takes a mask of numbers
 _FULL_ATTENTION = (None, "full_attention")
 _MASKED_ATTENTION = ("sdpa", "eager")
 
@@ -67,9 +68,11 @@ def split(
         >>> len(stages)
         2
     """
+    # Measure; layers are timed only where times count.
     layers = layers_of(model)
     _check(layers, stages, sample, by, load)
     costs, boundaries = _measure(layers, sample, rounds if by in ("time", "load") else 0)
+    # Choose the cut.
     if isinstance(by, str):
         numbers = [cost.seconds for cost in costs]
         if by == "memory":
@@ -80,7 +83,7 @@ def split(
                 for moe, seconds in zip(_moe_layers(layer), cost.seconds_in_experts, strict=True):
                     if (recorded := (load or {}).get(names.get(moe.gate, ""))) is not None:
                         tokens = torch.tensor(list(recorded), dtype=torch.float64, device="cpu")
-                        of_ranks = tokens.view(moe.world_size, -1).sum(1)
+                        of_ranks = tokens.view(moe.world_size, -1).sum(1)  # [E] as [ranks, E / ranks]
                         # All wait for the busiest rank; the sample's time is taken for an even load's.
                         if of_ranks.sum() > 0:
                             numbers[i] += seconds * (float(of_ranks.max() / of_ranks.mean()) - 1)
@@ -91,6 +94,7 @@ def split(
         shared = [cut]  # ranks measure different times, but must cut alike
         dist.broadcast_object_list(shared, src=0)
         cut = shared[0]
+    # Make the stages.
     made, first = [], 0
     for index, count in enumerate(cut):
         own = layers[first : first + count]
@@ -110,6 +114,7 @@ def _measure(
     """
     costs, boundaries, values = [], [Boundary.of(sample)], sample
     for layer in layers:
+        # one layer at a time: the model may be too large for one process
         copy = trial_copy(layer, as_tuple(sample)[0].device)
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             result, kept = run_and_weigh(copy, values)
@@ -126,7 +131,7 @@ def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
     """Time a forward and backward -> seconds, and those of them in each MoE layer, by its share of the forward."""
     device = as_tuple(values)[0].device
     moes = _moe_layers(layer)
-    in_experts: dict[nn.Module, float] = dict.fromkeys(moes, 0.0)
+    in_experts: dict[nn.Module, float] = dict.fromkeys(moes, 0.0)  # seconds of the forward
 
     def spend(sign: int, moe: nn.Module) -> None:
         in_experts[moe] += sign * now(device)
@@ -147,6 +152,7 @@ def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
 def _check(
     layers: list[nn.Module], stages: int, sample: Tensors, by: str | Sequence[int], load: object
 ) -> None:
+    """Raise TypeError or ValueError for arguments of split() that do not fit each other or the model."""
     if not isinstance(stages, int) or isinstance(stages, bool):
         raise TypeError(
             f"stages must be a number of stages, but got {stages!r}; give the layers of each stage by by=: "
@@ -209,6 +215,8 @@ def layers_of(model: nn.Module) -> list[nn.Module]:
 
 
 def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
+    """List embedding, blocks and head of a decoder; ValueError for what its own forward does and stages would not."""
+    # Full causal attention in all layers. Without layer_types a window is for all of them.
     kinds = set(getattr(model.config, "layer_types", None) or ())
     window = getattr(model.config, "sliding_window", None)
     if not kinds <= set(_FULL_ATTENTION) or (window is not None and not kinds):
@@ -217,6 +225,7 @@ def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
             f"{sorted(kinds)}, sliding_window {window}), which a pipeline would not honour: set sliding_window=None, "
             "or give it a method pipeline_layers()"
         )
+    # _DecoderBlock gives a mask of numbers; flash attention takes none
     attention = getattr(model.config, "_attn_implementation", "sdpa")
     if attention not in _MASKED_ATTENTION:
         raise ValueError(
@@ -235,7 +244,7 @@ def _decoder_layers(model: Any, base: Any) -> list[nn.Module]:
 
 
 class _DecoderBlock(nn.Module):
-    """A block of a decoder of Transformers, which makes its own mask and rotation: only x travels."""
+    """A block of a decoder of Transformers that makes its own mask and rotation, so that only x travels."""
 
     def __init__(self, layer: nn.Module, rotary: nn.Module):
         super().__init__()
@@ -244,7 +253,7 @@ class _DecoderBlock(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         positions = torch.arange(x.shape[1], device=x.device)
-        later = positions[None] > positions[:, None]
+        later = positions[None] > positions[:, None]  # [S, S]: key after query
         mask = torch.zeros_like(later, dtype=x.dtype).masked_fill(later, torch.finfo(x.dtype).min)
         out = self.layer(
             x,
@@ -260,6 +269,7 @@ def part_of(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
 
     Its state_dict() is a part of the model's. Raises ValueError for a parameter that no module of the model has.
     """
+    # Layers may be made of modules of the model (as _DecoderBlock is), so look for these: the outermost that are used.
     used = {id(module) for layer in layers for module in layer.modules()}
     part = nn.Module()
     for path, module in _outermost(model, used):
@@ -280,6 +290,8 @@ def part_of(model: nn.Module, layers: list[nn.Module]) -> nn.Module:
 
 
 def _outermost(module: nn.Module, used: set[int], path: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """Yield (name, module) of the used modules that are inside no other used one."""
+    # not named_children(), which leaves out a second name of a module
     for name, child in module._modules.items():
         if child is None:
             continue

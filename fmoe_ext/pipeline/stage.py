@@ -1,8 +1,10 @@
-"""A stage: consecutive layers of a model, and what a microbatch needs on its way through them.
+"""Run consecutive layers of a model on one microbatch after the other: Stage, which split() makes and Pipeline runs.
 
 torch's schedules send tensors of one shape, but microbatches may have unequal numbers of rows, or none. So a stage
 pads what it sends to the rows of the largest microbatch and cuts what it gets: layers see only rows that are
 there. Only numbers of microbatches travel through the schedule; the values of the batch are in the stage.
+
+    received [most_rows, *] -> _Enter or cut -> [rows, *] -> layers -> [rows, *] -> _Leave -> sent [most_rows, *]
 
 The losses of a stage's gates never reach the last stage. They enter the gradient where they arise: _Leave passes a
 stage's result on, and in the backward gives the loss beside it the gradient 1, as the auxiliary losses of
@@ -39,7 +41,7 @@ class Boundary:
         return cls(tuple(tuple(x.shape[1:]) for x in parts), tuple(x.dtype for x in parts))
 
     def examples(self, rows: int) -> tuple[Tensor, ...]:
-        """Tensors without content, as torch's PipelineStage wants to see them."""
+        """Make tensors without content of so many rows, as torch's PipelineStage wants to see them."""
         return tuple(
             torch.empty(rows, *shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -57,14 +59,14 @@ class Microbatches:
 
     @property
     def most_rows(self) -> int:
-        return max([1, *self.rows])
+        return max([1, *self.rows])  # what is sent has a row, also of an empty batch
 
 
 class Stage(nn.Module):
     """Consecutive layers of a model. Part of split()'s result; Pipeline runs it.
 
-    index, num_stages: its place. inputs, outputs: what travels into and out of it. num_layers: how many layers it has.
-    parts: the modules of the model that it uses, under their names in the model.
+    index, num_stages: its place. inputs, outputs: what travels into and out of it. parts: the modules of the model that
+    it uses, under their names in the model.
     Microbatches come padded to one number of rows, as the schedules of torch need it; the layers see only rows that are
     there, so that gates, capacities and batch norms count no padding.
     """
@@ -98,10 +100,11 @@ class Stage(nn.Module):
         return self.index == self.num_stages - 1
 
     def forward(self, *values: Tensor) -> Tensors:
-        """values [rows, *] of microbatch self.number -> what the last layer returns, padded to as many rows.
+        """Compute microbatch self.number: values [most_rows, *] -> what the last layer returns, padded as they are.
 
         The first stage takes the values from its batch, whatever its arguments are.
         """
+        # 1. Cut the padding off.
         batch = self.batch
         assert batch is not None, "Pipeline gives a stage its batch before it runs"
         number = self.number
@@ -111,6 +114,7 @@ class Stage(nn.Module):
         else:
             # Never a received x itself: torch's stage receives every step into it, and keeps its hooks.
             inputs = tuple(_Enter.apply(x) if len(x) == rows else x[:rows] for x in values)
+        # 2. Compute.
         try:
             outputs, losses = self.compute(inputs[0] if len(inputs) == 1 else inputs)
         except Exception as error:
@@ -126,19 +130,17 @@ class Stage(nn.Module):
                 f"{_text(self.outputs)}: a pipeline is for batches of the sample's shape, first dimension aside; pad "
                 "the batch, or split() the model with a sample of this shape"
             )
-        # The losses of the gates enter the gradient here, as they never reach the last stage (_Leave).
+        # 3. The losses of the gates enter the gradient here, as they never reach the last stage (_Leave).
         injected: Tensor | None = None
         if losses:
             shares = [loss.sum() * loss_share(gate, number, batch.rows) for gate, loss in losses]
             injected = torch.stack(shares).sum() * batch.balance_weight
             self.balance_losses.append(injected.detach())
-        most = batch.most_rows
-        padded = tuple(
-            _Leave.apply(x, injected, most)
-            if x.is_floating_point() and torch.is_grad_enabled()
-            else _padded(x, most)
-            for x in as_tuple(outputs)
-        )
+        # 4. Pad: by one _Leave for all floating tensors, which gives the loss its gradient once.
+        most, parts = batch.most_rows, as_tuple(outputs)
+        floats = [x for x in parts if x.is_floating_point()] if torch.is_grad_enabled() else []
+        left = iter(_Leave.apply(injected, most, *floats) if floats else ())
+        padded = tuple(next(left) if floats and x.is_floating_point() else _padded(x, most) for x in parts)
         return padded[0] if isinstance(outputs, Tensor) else padded
 
     def compute(self, values: Tensors) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
@@ -146,6 +148,7 @@ class Stage(nn.Module):
         losses: list[tuple[BaseGate, Tensor]] = []
         is_checkpointed = self.is_checkpointed and self.training and torch.is_grad_enabled()
         for layer, gates, norms in zip(self.layers, self._gates, self._norms, strict=True):
+            # losses are read inside the checkpoint: its backward then computes them again, with their graph
             if is_checkpointed:
                 values, of_layer = checkpoint_of(
                     *(_run, layer, gates, values),
@@ -204,6 +207,7 @@ def _contexts(norms: list[nn.Module]) -> tuple[AbstractContextManager[None], Rec
 def _run(
     layer: nn.Module, gates: list[BaseGate], values: Tensors
 ) -> tuple[Tensors, list[tuple[BaseGate, Tensor]]]:
+    """Call a layer -> its result, and its gates with their losses."""
     values = layer(values)
     return values, [(gate, loss) for gate in gates if (loss := gate.get_loss()) is not None]
 
@@ -214,14 +218,16 @@ def _padded(x: Tensor, rows: int) -> Tensor:
 
 
 class _Leave(torch.autograd.Function):
-    """Pad x [n, *] with zeros to [rows, *], never as a view; in backward a loss gets the gradient 1."""
+    """Pad tensors [n, *] with zeros to [rows, *], never as views; in backward a loss gets the gradient 1."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, loss: Tensor | None, rows: int) -> Tensor:
-        ctx.num_rows = len(x)
+    def forward(ctx: Any, loss: Tensor | None, rows: int, *values: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)  # parameters of a value that nobody uses keep no gradient
+        ctx.num_rows = [len(x) for x in values]
         ctx.one = None if loss is None else torch.ones_like(loss)
-        return _padded(x.detach(), rows)
+        return tuple(_padded(x.detach(), rows) for x in values)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor | None, None]:
-        return grads[0][: ctx.num_rows], ctx.one, None
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        own = (None if grad is None else grad[:n] for grad, n in zip(grads, ctx.num_rows, strict=True))
+        return ctx.one, None, *own

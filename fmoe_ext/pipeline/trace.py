@@ -1,4 +1,4 @@
-"""Times of every rank's computations, and a drawing of them."""
+"""Note when each rank computes which microbatch, for train_step(trace=True), and draw it."""
 
 import time
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class Span(NamedTuple):
 
 
 class TimedStage(PipelineStage):
-    """torch's stage, with a record of its computations, that gives our stage the number of each microbatch.
+    """torch's stage, which also notes when it computes, and tells our Stage the number of each microbatch.
 
     An argument for the number would be cut, flattened and stored by torch for every microbatch.
     The first stage has no gradient of inputs: where a schedule splits the backward, its whole backward is in the
@@ -47,7 +47,7 @@ class TimedStage(PipelineStage):
         self._whole: set[int] = set()  # microbatches whose backward is not in parts
 
     def _get_init_p2p_neighbors_ops(self) -> list[dist.P2POp]:
-        """torch's first messages to the neighbours; torch 2.11 has a rank send to itself too, which gloo cannot."""
+        """Return torch's first messages, to the neighbours; torch 2.11 has a rank send to itself, which gloo cannot."""
         return [op for op in super()._get_init_p2p_neighbors_ops() if op.peer != dist.get_rank()]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -69,7 +69,7 @@ class TimedStage(PipelineStage):
             self._note("backward", bwd_chunk_id, begin)
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
-        if bwd_chunk_id in self._whole:
+        if bwd_chunk_id in self._whole:  # done already, in backward_one_chunk()
             self._whole.remove(bwd_chunk_id)
             return
         begin = time.perf_counter()
@@ -97,11 +97,13 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     from matplotlib.patches import Patch
 
     ranks = sorted({span.rank for span in spans})
+    # without pyplot, which keeps figures and may want a display
     figure = Figure(figsize=(9, 1.6 + 0.7 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     step = max(span.end for span in spans) - min(span.begin for span in spans)
     first_of_rank = {rank: min(s.stage for s in spans if s.rank == rank) for rank in ranks}
+    # stages of a V or a ring: a rank's first one in full colour, its others paler
     for span in spans:
         color = COLORS[KINDS.index(span.kind)]
         length = 1e3 * (span.end - span.begin)

@@ -1,9 +1,13 @@
-"""Pipeline: the stages of this rank, trained by a schedule of torch.distributed.pipelining.
+"""Train the stages of this rank by a schedule of torch.distributed.pipelining: Pipeline.
 
-torch's schedule decides what runs when and sends tensors between ranks. What it would get wrong is done here: it takes
-the mean of microbatches' losses, and ours are sums over tokens, divided once by the count of the whole batch, so that
-unequal microbatches and ranks change nothing; it needs equal shapes, and our stages pad what they send and cut what
-they get; it sees one loss at the last stage, and gates' losses of inner stages enter the gradient where they arise.
+split() makes the stages. torch's schedule decides what runs when and sends tensors between ranks. What it would get
+wrong is done here and in stage.py:
+
+    losses   it takes the mean of microbatches' losses; ours are sums over tokens, divided once by the count of the
+             whole batch, so that unequal microbatches and ranks change nothing
+    shapes   it needs equal ones; our stages pad what they send and cut what they get
+    gates    it sees one loss, at the last stage; gates' losses of inner stages enter the gradient where they arise
+    values   it cuts the batch itself; ours travels beside it, and the schedule passes on numbers of microbatches
 """
 
 import math
@@ -46,19 +50,19 @@ from fmoe_ext.pipeline.trace import Span, TimedStage
 
 
 class Pipeline:
-    """A model cut over the ranks of a job, microbatches under way in all stages at once.
+    """A model that is cut over the ranks of a job and trained with microbatches under way in all stages at once.
 
     stages: what split() returned; only those of this rank are kept.
     loss_fn(output, target) -> the sum of the losses of the tokens of its rows; count(target) -> how many those are.
-      The loss of a batch is the one divided by the other, over all ranks, however unequal microbatches and ranks'
-      batches are.
+      The loss of a batch is the sum over all ranks divided by the count over all ranks, however unequal microbatches
+      and ranks' batches are.
     schedule: a name in SCHEDULES. chunks: microbatches of a batch, which differ by one row at most; a schedule that
       needs more gets empty ones.
     groups: init_groups(pp, ep) or a DeviceMesh; all ranks in one pipeline if None.
     data_parallel: what reduces gradients over the ranks of a stage: "grouped" (DistributedGroupedDataParallel, the
       one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
-    balance_weight: how much the sum of all gates' losses counts. That of the whole batch instead of the microbatches':
-      gates.WholeBatch(pipeline.module), evaluate() in its first pass, train_step() in its second.
+    balance_weight: how much the sum of all gates' losses counts, each microbatch's by itself. For the loss of the whole
+      batch use gates.WholeBatch(pipeline.module), with evaluate() in its first pass and train_step() in its second.
     checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
     overlap: with schedule="dualpipe_v" and expert parallelism, one microbatch's exchange runs while another computes.
     init(module): fills the parameters and buffers of a model on the meta device, of which only this rank's are made.
@@ -93,12 +97,14 @@ class Pipeline:
         if not 0 <= balance_weight < math.inf:
             raise ValueError(f"balance_weight must be a number of at least 0, but got {balance_weight}")
         self.device = torch.device(device)
+        # The schedule, and what has to be the same on all ranks.
         ranks = dist.get_world_size(groups.pp)
         self._kind: Kind = find_schedule(schedule, ranks, self.num_stages, chunks)
         self.num_microbatches = self._kind.microbatches(chunks, ranks, self.num_stages)
         check_data_parallel(data_parallel, schedule, self._kind, groups)
         cut = [len(stage.layers) for stage in stages]
         check_same("stages, schedule and chunks of Pipeline", (cut, schedule, chunks, data_parallel), None)
+        # The stages of this rank, with memory for their parameters.
         self._places = self._kind.places(ranks, self.num_stages)
         own = [stages[index] for index in self._places[dist.get_rank(groups.pp)]]
         unset = on_meta(own)
@@ -110,6 +116,7 @@ class Pipeline:
             fill(self.module, init)
         for stage in self.stages:
             stage.is_checkpointed = checkpoint
+        # Gradients over ranks: of parameters that stages share, and of a stage's replicas.
         self._tied = TiedParameters(stages, self._places, groups.pp)
         if data_parallel == "fsdp" and self._tied:
             raise ValueError(
@@ -121,8 +128,9 @@ class Pipeline:
         self._schedule: Any = None  # torch's, for microbatches of _rows_of_schedule rows
         self._rows_of_schedule = -1
         self._timed: list[TimedStage] = []
+        # Of the step that runs now.
         self._batch: Microbatches | None = None
-        self._factor = 1.0
+        self._factor = 1.0  # of a microbatch's sum of losses, in the gradient
         self._loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)  # where the last stage is
         self._spans: list[Span] | None = None  # what was computed when; None without a trace
         self.balance_loss = torch.zeros((), dtype=torch.float64, device="cpu")
@@ -145,6 +153,7 @@ class Pipeline:
         not in the result.
         Equivalent, in one process: loss_fn(model(batch), target) / count(target), .backward().
         """
+        # 1. Cut the batch, and count its targets over all ranks.
         check_tensors(batch, "the batch of a pipeline")
         refuse_all_forwards_first(self.module, "Pipeline.train_step()")
         for wrapped in self._wrapped:
@@ -157,14 +166,14 @@ class Pipeline:
         self._spans = [] if trace else None
         began = time.perf_counter()
         self._begin(microbatches, factor)
-        # torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once
+        # 2. torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once.
         if microbatches.most_rows != self._rows_of_schedule:
             check_same("the number of rows of a batch", (sum(microbatches.rows),), self.groups.pp)
             self._schedule = self._make_schedule(microbatches.most_rows)
             self._rows_of_schedule = microbatches.most_rows
         for timed in self._timed:
             timed.spans, timed.began = self._spans, began
-        # The schedule cuts and passes on only the numbers of microbatches: each stage has the values themselves.
+        # 3. Run. The schedule cuts and passes on only the numbers of microbatches: each stage has the values itself.
         numbers = torch.arange(self.num_microbatches, device="cpu")
         indexes = [stage.index for stage in self.stages]
         given = (numbers,) if 0 in indexes else ()
@@ -178,7 +187,9 @@ class Pipeline:
         finally:
             for stage in self.stages:
                 stage.forget()
+        # 4. Reduce gradients: first over the replicas of each stage, then over the stages that share a parameter.
         for wrapped in self._wrapped:
+            # the other wrappers do it in the backward
             if isinstance(wrapped, DistributedGroupedDataParallel):
                 wrapped.allreduce_params()
         self._tied.sum_gradients()
@@ -189,7 +200,7 @@ class Pipeline:
         """Return the loss of a batch without gradients and in eval mode, as train_step returns it."""
         for wrapped in self._wrapped:
             wrapped.eval()
-        # one microbatch after the other; every rank runs its own stages, in their order
+        # One microbatch after the other; every rank runs its own stages, in their order.
         microbatches = self._cut(batch, target)
         self._begin(microbatches, 1.0)
         mine = {pair[0].index: pair for pair in zip(self.stages, self._wrapped, strict=True)}
@@ -200,6 +211,7 @@ class Pipeline:
             values: tuple[Tensor, ...] = ()
             for i in sorted(mine):
                 stage, wrapped = mine[i]
+                # from the stage before: received, or what the last turn of this loop left in `values`
                 if i > 0 and owner[i - 1] != me:
                     examples = stage.inputs.examples(microbatches.most_rows)
                     values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in examples)
@@ -225,6 +237,7 @@ class Pipeline:
         Each parameter counts once, on however many ranks and stages it has copies.
         Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
         """
+        # of each gradient, on how many ranks it is: those of stages that share it times the replicas of a stage
         params = [p for p in self.parameters() if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
         copies = [
@@ -249,6 +262,7 @@ class Pipeline:
             stage.begin(microbatches)
 
     def _make_schedule(self, rows: int) -> Any:
+        """Make torch's schedule and stages for microbatches of so many rows; the first stage gets numbers instead."""
         number = torch.empty(1, dtype=torch.int64, device="meta")
         self._timed = made = []
         for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
@@ -259,15 +273,17 @@ class Pipeline:
             made[-1].stage = stage
         stages, count = made if self._kind.takes_list else made[0], self.num_microbatches
         schedule = self._kind.make(stages, count, loss_fn=self._loss, scale_grads=False)
+        # with FSDP torch's own functions also gather and free shards, which Overlap's do not
         if self.overlap and self._kind.overlaps and not isinstance(self._wrapped[0], FSDPModule):
             Overlap(schedule, made, self._loss, self.device)
         return schedule
 
     def _loss(self, output: Tensors, number: Tensor) -> Tensor:
+        """Compute the loss of a microbatch for torch's schedule: note the sum for the report, return it scaled."""
         batch = self._batch
         assert batch is not None
         rows, target = batch.rows[int(number)], batch.targets[int(number)]
-        outputs = tuple(cut(x, rows) for x in as_tuple(output))
+        outputs = tuple(cut(x, rows) for x in as_tuple(output))  # without the padding of the last stage
         loss = self.loss_fn(outputs[0] if isinstance(output, Tensor) else outputs, target)
         if loss.dim():
             raise ValueError(
@@ -277,7 +293,9 @@ class Pipeline:
         return loss * self._factor
 
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
+        """Cut a batch into microbatches that differ by one row at most; a schedule that needs more gets empty ones."""
         check_tensors(target, "the target of a pipeline")
+        # 10 rows in 4 chunks: 3, 3, 2, 2
         rows = num_rows(batch)
         sizes = [rows // self.chunks + (i < rows % self.chunks) for i in range(self.chunks)]
         sizes += [0] * (self.num_microbatches - self.chunks)
@@ -293,10 +311,12 @@ class Pipeline:
         return float(counted)
 
     def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
+        """Sum the losses over all ranks -> the loss; replicas of a stage count with their mean balance loss."""
         data_size = dist.get_world_size(self.groups.data)
         balance = torch.zeros_like(self._loss_sum)
         for loss in balance_losses:
             balance += loss.to(self.device)
+        # in one message; a rank without the last stage has a loss of 0
         numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size))
         sum_over(numbers, self.groups.pp)
         sum_over(numbers, self.groups.data)

@@ -255,6 +255,57 @@ def test_balance_loss_of_the_whole_batch(pool, schedule, options):
     assert seen == set(expected)
 
 
+class Pair(nn.Module):
+    """A layer with a gate's loss that returns two tensors."""
+
+    def __init__(self):
+        super().__init__()
+        self.moe, self.linear = (
+            fmoe_ext.FMoETransformerMLP(4, D, 12, gate=fmoe_ext.SoftmaxGate),
+            nn.Linear(D, D),
+        )
+
+    def forward(self, x):
+        return self.moe(x), self.linear(x)
+
+
+class Join(nn.Module):
+    def forward(self, values):
+        return values[0] * values[1]
+
+
+def make_pairs():
+    torch.manual_seed(6)
+    return nn.Sequential(Pair(), nn.Sequential(Join(), nn.Linear(D, D))).double(), torch.randn(6, D).double()
+
+
+def sum_of_squares(output, target):
+    return (output - target).square().sum()
+
+
+def train_pairs(schedule):
+    model, x = make_pairs()
+    parts = split(model, 2, x[:1], by=[1, 1])
+    options = {"chunks": 2, "balance_weight": BALANCE, "count": len}
+    pipeline = Pipeline(parts, sum_of_squares, schedule=schedule, **options)
+    pipeline.train_step(x, x)
+    return {name: p.grad for name, p in pipeline.module.named_parameters()}
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zero_bubble"])
+def test_balance_loss_counts_once_beside_several_tensors(pool, schedule):
+    model, x = make_pairs()
+    for part in x.chunk(2):
+        loss = sum_of_squares(model(part), part) / len(x)
+        (loss + BALANCE * total_loss(model) / 2).backward()
+    expected = {name: p.grad for name, p in model.named_parameters()}
+    got = {
+        name: grad for grads in pool.run(train_pairs, schedule, world_size=2) for name, grad in grads.items()
+    }
+    assert got.keys() == expected.keys()
+    assert all(close(grad, expected[name]) for name, grad in got.items())
+
+
 def train_inside_all_forwards_first():
     tokens, target = data()
     pipeline = Pipeline(

@@ -156,6 +156,7 @@ def test_values_of_packed_weights_are_refused(tmp_path):
         lambda: layer.weight.clone(),
         lambda: layer.weight.requires_grad_(),
         lambda: layer.half(),
+        lambda: layer.weight.to(torch.empty(1, device="meta")),
         lambda: layer.load_state_dict({"weight": torch.zeros(256, 256)}),
         lambda: torch.save(state, tmp_path / "state"),
         lambda: lora.merge_and_unload(),

@@ -122,6 +122,20 @@ def test_gradients_of_norms_behind_experts_are_refused_in_parts(tmp_path):
         step(model, make_ids())
 
 
+def test_norms_behind_experts_are_applied_in_parts(tmp_path):
+    """Muse Spark's experts norm each row before it is weighed, beside adapters too."""
+    folder = save(tmp_path, num_hidden_layers=2)
+    plain, model = with_adapters(resident(folder)), cut(folder, 1.5)
+    for each in (plain, model):
+        for module in each.modules():
+            if type(module).__name__ == "Qwen3MoeExperts":
+                module.has_post_expert_norm = True
+                module.post_expert_norm = torch.nn.RMSNorm(each.config.hidden_size, dtype=torch.float64)
+                module.post_expert_norm.requires_grad_(False)
+    assert_same_step(plain, model, num_tokens=60)
+    assert model.expert_stream.statistics.parts_read > 0
+
+
 def test_each_part_is_read_once_in_a_forward_and_once_in_a_backward(tmp_path):
     """Buffers that hold a layer keep its parts between the repeated forward and the backward."""
     model = cut(save(tmp_path, num_hidden_layers=3), 1.5)

@@ -253,6 +253,15 @@ def test_callables_missing_in_file_must_be_passed(tmp_path):
     assert type(again.model.decoder.layers[1].fc1.gate) is OwnGate
 
 
+def test_callables_are_passed_to_the_layers_that_miss_them(tmp_path):
+    moe = fmoefy(make("llama"), 4, gate="sigmoid", match=lambda path, _: path == "model.layers.1.mlp")
+    moe = fmoefy(moe, 4, gate=OwnGate, match=lambda path, _: path == "model.layers.0.mlp").eval()
+    moe.save_pretrained(tmp_path)
+    again = from_pretrained(tmp_path, gate=OwnGate)
+    assert [type(layer.mlp.gate) for layer in again.model.layers] == [OwnGate, gates.SigmoidGate]
+    assert torch.equal(logits(again), logits(moe))
+
+
 def test_from_pretrained_says_what_is_wrong(tmp_path):
     with pytest.raises(ValueError, match=r"has no config\.json"):
         from_pretrained(tmp_path)

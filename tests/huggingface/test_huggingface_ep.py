@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from torch.nn.parallel import DistributedDataParallel
 
 from fmoe_ext import huggingface
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 from fmoe_ext.ep.shadowing import update_shadows
 from fmoe_ext.planning.placement import rebalance
@@ -109,6 +110,18 @@ def test_generate_save_and_load_on_one(architecture, pool, tmp_path):
     assert saved.keys() == whole.state_dict().keys()
     for name, expected in whole.state_dict().items():
         assert torch.equal(saved[name], expected), name
+
+
+def save_over_a_file(file):
+    with pytest.raises(CheckpointError) as caught:
+        spread("MixtralForCausalLM").save_pretrained(file)
+    return str(caught.value)
+
+
+def test_failed_save_ends_on_every_rank(pool, tmp_path):
+    (tmp_path / "file").touch()
+    texts = pool.run(save_over_a_file, str(tmp_path / "file"), timeout=600.0)
+    assert texts[0] == texts[1] and texts[0].startswith(f"writing {tmp_path}/file: ")
 
 
 def refuse():

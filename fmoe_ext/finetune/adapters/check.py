@@ -1,6 +1,6 @@
-"""The report of `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes of deltas.
+"""Report on an adapter, for `fmoe adapter check`: layout, ranks, what is zero, missing or does not fit, sizes.
 
-logits() compares a base with a merged model.
+logits(), for --model, compares a base with a merged model.
 """
 
 import importlib.util
@@ -43,6 +43,7 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     for name in ("orientation", "packing"):
         if getattr(adapter, name) == "undecidable":
             problems.append(f"the file does not show its {name}: say it by --{name}")
+    # Does it fit the base? Sizes are computed only if it does.
     of_base = None
     if base is not None:
         try:
@@ -52,6 +53,7 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
             wrong = [str(error)]
         problems += wrong
         of_base = None if wrong else of_base
+    # A row for each projection of each layer; its values only if it is known how they are read.
     rows: list[dict[str, Any]] = []
     for layer, parts in adapter.layers.items():
         for role, factors in parts.items():
@@ -87,7 +89,7 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
         "notes": notes,
     }
     if of_base is not None and not adapter.undecided:
-        # {layer: {role in the base: [norm of the delta / norm of the weight, for each expert]}}
+        # Sizes: {layer: {role in the base: [norm of the change / norm of the weight, for each expert]}}
         sizes: dict[str, dict[str, list[float]]] = {}
         for layer, parts in adapter.layers.items():
             experts = of_base.at(layer)
@@ -125,10 +127,10 @@ def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float
     found = []
     for folder in (base.folder, merged):
         with errors_of_transformers(folder, "model"), torch.no_grad():
-            options = {"local_files_only": True, "trust_remote_code": False}
+            options = {"local_files_only": True, "trust_remote_code": False}  # the folder may be a stranger's
             model = model_class(config).from_pretrained(folder, dtype=torch.float32, **options).eval()
             found.append(model(input_ids=ids.to(model.device)).logits.float())
-        del model
+        del model  # one of the two is in memory at a time
     without, adapted = found
     difference = (adapted - without).abs().max().item()
     return {

@@ -32,6 +32,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         folder = local_path(options.path, (CONFIG, WEIGHTS))
         adapter = read_adapter(folder, options.packing, options.orientation)
+        # merge --to packed opens its base by itself: it may be a GGUF file
         if options.command == "merge":
             has_text = options.text is not None or options.tokens is not None
             if options.to == "packed":
@@ -40,7 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
         base = ModelFolder(local_path(options.base)) if options.base else None
         if base is not None:
-            decode(base)
+            decode(base)  # packed weights read as floats from here on
             base.check_plain()
         if options.command == "convert":
             convert(adapter, options.to, Path(options.out), base, check=not options.unchecked)
@@ -58,6 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.model and base is None:
             raise CheckpointError("--model needs --base FOLDER")
+        # check; its --model needs a merged model, which is written to a folder for that time
         report = check(adapter, base)
         if options.model and base is not None and not report["problems"]:
             with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -70,6 +72,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> int:
+    """Run merge --to packed -> 0."""
     if options.dtype:
         raise CheckpointError("--dtype is of float weights: --to packed keeps the format of the base")
     if has_text == (options.rounding == "nearest"):
@@ -78,6 +81,7 @@ def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> in
             if options.rounding == "calibrated"
             else "--rounding nearest reads no text: leave --text and --tokens out"
         )
+    # the text, by the base's tokenizer unless another one is given
     source = open_model(options.base)
     tokens = None
     if options.tokens:
@@ -109,9 +113,11 @@ def _as_text(report: dict[str, Any]) -> str:
         f"base         {report['base_model'] or 'not said'}",
         "",
     ]
+    # a row for each projection of each layer
     head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")
     rows = []
     for row in report["rows"]:
+        # sizes are of the base's projections: where those differ from the adapter's, of the first that is part of it
         delta = report.get("delta", {}).get(row["layer"], {})
         shares = delta.get(row["projection"]) or [s for r, s in delta.items() if r in row["projection"]][:1]
         flat = shares[0] if shares and isinstance(shares[0], list) else shares
@@ -132,6 +138,7 @@ def _as_text(report: dict[str, Any]) -> str:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="fmoe adapter")
     commands = parser.add_subparsers(dest="command", required=True)
+    # what all three commands take
     source = argparse.ArgumentParser(add_help=False)
     source.add_argument(
         "path", help="folder or name of the adapter: adapter_config.json and adapter_model.safetensors"
@@ -168,6 +175,7 @@ def _parser() -> argparse.ArgumentParser:
         "--dtype", choices=("bfloat16", "float32"), help="of the weights, the model's by default"
     )
     join.add_argument("-o", "--out", required=True, help="folder to write")
+    # --to packed, and what belongs to it
     join.add_argument("--to", choices=("packed",), help="pack the experts again, in the format of the base")
     text = join.add_mutually_exclusive_group()
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")

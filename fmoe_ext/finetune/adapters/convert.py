@@ -1,9 +1,16 @@
-"""Write an adapter in another layout: the same delta of every expert, or an error that names the reason.
+"""Write an adapter in another layout: the same change of every expert, or an error that names the reason.
 
-Layouts differ in four ways: a tensor for all experts (flat, stacked) or for each (numbered); gate and up as one
-parameter or two; whether lora_A reads the input of the projection (out_in) or PEFT before 0.19 turned it around
-(in_out); and in flat tensors, whether columns of lora_B lie by rank or by expert. Joining gate and up doubles the rank
-unless they share lora_A, with zeros in the blocks of lora_B that belong to the other one.
+`fmoe adapter convert --to` takes the names in LAYOUTS, after the programs that read them. Layouts differ in four ways:
+
+    a tensor for all experts (flat, stacked), or for each (numbered)
+    gate and up as one parameter (flat) or two
+    lora_A reads the input of the projection (out_in), or PEFT before 0.19 turned it around (in_out)
+    columns of a flat lora_B lie by rank or by expert (packing.py)
+
+Two projections become one by blocks, with zeros where a factor belongs to the other one; the rank doubles:
+
+    a = [a_gate]    b = [b_gate   0 ]      unless they share a:   a = a_gate    b = [b_gate]
+        [a_up  ]        [  0    b_up]                                               [b_up  ]
 """
 
 import json
@@ -32,6 +39,8 @@ from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGH
 
 
 class _Layout(NamedTuple):
+    """Form of the tensors that a program reads."""
+
     form: str  # of Adapter
     in_out: bool = False  # lora_A and lora_B have each other's sizes
     packing: str = RANK_MAJOR  # of the columns of lora_B
@@ -49,9 +58,9 @@ LAYOUTS = MappingProxyType(
         "sglang": _Layout("stacked", one_rank=True),
     }
 )
-# what adapter_config.json says then
+# peft_version of adapter_config.json, by which readers tell the orientation
 _VERSIONS = MappingProxyType({"peft-0.19": "0.19.1", "peft-0.18": "0.18.1"})
-READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")
+READ_BY_PEFT = ("peft-0.19", "vllm", "per-expert")  # by an installed one, of 0.19 or later
 _HALVES = ("gate", "up")
 
 
@@ -64,6 +73,7 @@ def convert(
     must read the same adapter from the folder. Raises CheckpointError for what the layout cannot hold, and for what
     PEFT would read otherwise.
     """
+    # What the layout cannot hold is an error before anything is written.
     layout = LAYOUTS[to]
     adapter.require_whole()
     if not adapter.layers:
@@ -72,6 +82,7 @@ def convert(
     of_base = None if base is None else BaseExperts(base)
     layers = _all_fitted(adapter, layout, of_base)
     config = _config(adapter, layers, layout, to, of_base)
+    # Tensors that read and turn their factors when they are written, so that one is in memory at a time.
     write = {"flat": _flat, "numbered": _numbered, "stacked": _stacked}[layout.form]
     tensors = dict(adapter.others)
     for layer, parts in layers.items():
@@ -93,6 +104,7 @@ def convert(
 
 def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts | None) -> None:
     """Raise CheckpointError if PEFT reads another adapter, and for per-expert if that cannot be known."""
+    # PEFT reads flat tensors of every model, per-expert ones only where it converts the model type: it must be asked.
     unchecked = "--unchecked writes it for vLLM and SGLang"
     try:
         from fmoe_ext.finetune.adapters.peft_reads import why_not
@@ -107,6 +119,7 @@ def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts
         if to == "per-expert":
             raise CheckpointError(f"PEFT reads per-expert of some models alone: give --base; {unchecked}")
         return
+    # gate and up joined, since that is the parameter in the model that PEFT loads the folder into
     layers = _all_fitted(adapter, LAYOUTS["peft-0.19"], of_base)
     if reason := why_not(adapter, layers, folder, of_base.base):
         raise CheckpointError(f"{adapter.folder} cannot be written as {to}: {reason}; {unchecked}")
@@ -118,9 +131,9 @@ def _all_fitted(
     """Join gate and up for flat tensors and split them for others -> {layer: projections as a layout has them}."""
     if lacks_gate(adapter, of_base):
         return adapter.layers
-    in_turn = interleaves(adapter, of_base)
+    in_turn = interleaves(adapter, of_base)  # None: unknown, an error only where it matters
 
-    def half(whole: Factors, role: str) -> Pair:
+    def half(whole: Factors, role: str) -> Pair:  # the same a, and the rows of b that are gate's or up's
         a, b = whole.read()
         return a, b[:, half_rows(role, whole.d_out // 2, bool(in_turn))]
 
@@ -169,7 +182,7 @@ def _joined(adapter: Adapter, layer: str, gate: Factors, up: Factors, in_turn: b
         (a1, b1), (a2, b2) = gate.read(), up.read()
         b = b1.new_zeros(gate.num_experts, 2 * gate.d_out, rank)
         b[:, half_rows("gate", gate.d_out, in_turn), : gate.rank] = b1
-        b[:, half_rows("up", gate.d_out, in_turn), rank - up.rank :] = b2
+        b[:, half_rows("up", gate.d_out, in_turn), rank - up.rank :] = b2  # all columns if a is shared
         return (a1 if shared else torch.cat([a1, a2], 1)), b
 
     return Factors(gate.num_experts, rank, gate.d_in, 2 * gate.d_out, gate.scaling, gate.dtype, read)
@@ -178,6 +191,7 @@ def _joined(adapter: Adapter, layer: str, gate: Factors, up: Factors, in_turn: b
 def _lazy(
     factors: Factors, which: int, shape: Iterable[int], change: Callable[[torch.Tensor], torch.Tensor]
 ) -> StoredTensor:
+    """Make a tensor of a (which=0) or b (which=1) that is read, and changed to its shape, when it is written."""
     return StoredTensor(shape, factors.dtype, lambda: change(factors.read()[which]).contiguous())
 
 
@@ -198,7 +212,7 @@ def _flat(
         else:
             raise CheckpointError("what PEFT before 0.19 expects depends on the model: give --base")
 
-    def oriented(value: torch.Tensor) -> torch.Tensor:
+    def oriented(value: torch.Tensor) -> torch.Tensor:  # b [E, out, r] becomes lora_A, a [E, r, in] lora_B
         return value.transpose(1, 2) if in_out else value
 
     tensors = {}
@@ -232,6 +246,7 @@ def _numbered(
 
 
 def _leaves(adapter: Adapter, of_base: BaseExperts | None) -> dict[str, str]:
+    """Name gate, up and down of one expert as the base's files do, else as its family, else as most models."""
     found = map(of_base.at, adapter.layers) if of_base is not None else ()
     for experts in found:
         if experts is not None and not experts.is_stack:
@@ -261,6 +276,7 @@ def _config(
     of_base: BaseExperts | None,
 ) -> dict[str, Any]:
     """Make adapter_config.json of the result: which modules or parameters, and rank and alpha of each."""
+    # The names of the experts' projections in this layout.
     config = dict(adapter.config)
     config["rank_pattern"] = dict(config.get("rank_pattern") or {})
     config["alpha_pattern"] = dict(config.get("alpha_pattern") or {})
@@ -271,6 +287,7 @@ def _config(
     else:
         leaves = {"gate": "w1", "up": "w3", "down": "w2"}
     names = [f"{layer}.{leaves[role]}" for layer, parts in layers.items() for role in parts]
+    # target_parameters: the experts' parameters if they are flat, and others that were adapted so.
     config["target_parameters"] = [
         *(names if layout.form == "flat" else ()),
         *(
@@ -279,16 +296,17 @@ def _config(
             if not str(n).endswith(tuple(PARAMETERS.values()))
         ),
     ] or None
-    # target_modules: what the other tensors adapt, and the leaves of experts
+    # target_modules: what the other tensors adapt, and the leaves of experts if these are modules.
     modules = set() if layout.form == "flat" else {n.rpartition(".")[2] for n in names}
     given = adapter.config.get("target_modules")
     parameters = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
     others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}
     others = {name for name in others if not f"{name}.weight".endswith(parameters or ("\0",))}
-    if isinstance(given, list):
+    if isinstance(given, list):  # its short names, less those of experts that no other module has
         experts = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
         others = {n for n in given if n not in experts or any(o.endswith(f".{n}") for o in others)}
     config["target_modules"] = sorted(others | modules)
+    # Rank and lora_alpha of each leaf: patterns where they are not the config's own.
     ranks: dict[str, set[tuple[int, float]]] = {}
     for parts in layers.values():
         for role, factors in parts.items():

@@ -1,8 +1,8 @@
-"""Changes of weights that the files hold joined, split or in another order, by Transformers' own converters.
+"""Compute the changes of weights that the files hold joined, split or in another order, for merge.
 
-A converter that only moves numbers is linear: given the changes of parameters instead of their values it makes the
-changes of the tensors in the files. Whether it is linear nobody says, so the changes are sent there and back, and
-must return to the bit.
+Transformers' own converters turn the parameters of a model into the tensors of its files. A converter that only moves
+numbers is linear: given the changes of parameters instead of their values, it makes the changes of the tensors in the
+files. Whether it is linear nobody says, so the changes are sent there and back, and must return to the bit.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ class _ConvertedChanges:
 
     def __init__(self, model: Any, found: Converted, pairs: dict[str, _Pair]) -> None:
         self._model, self._found, self._pairs = model, found, pairs
+        # there and back: the same tensors of the files, and the same changes, which rounding would not give
         changes = self._of_parameters()
         try:
             in_files = self._in_files(changes)
@@ -51,6 +52,7 @@ class _ConvertedChanges:
         return self._in_files(self._of_parameters())[name]
 
     def _of_parameters(self) -> dict[str, torch.Tensor]:
+        """Compute the changes of all parameters of the converter: zeros where there is no adapter."""
         factors = [factor for a, b, _ in self._pairs.values() for factor in (a, b)]
         wide = torch.float32
         for factor in factors:

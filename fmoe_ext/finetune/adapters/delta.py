@@ -1,8 +1,13 @@
-"""Compare an adapter with its base model, and compute the change of each weight.
+"""Compare an adapter with its base model, and compute the change of each weight (delta), for check and merge.
 
-The change of an expert's weight is scaling * b @ a. Adapter and base may differ in where gate and up are: in one
-parameter or in two, in turn or one behind the other. That is a matter of rows: _rows() says which rows of b change
-which rows of the base's weight. A base that stores weights transposed gets the change transposed.
+The change of an expert's weight is scaling * b @ a. Adapter and base may differ in where gate (g) and up (u) are:
+
+    two parameters        g g g    u u u
+    one, in halves        g g g u u u
+    one, interleaved      g u g u g u       ("in turn", as GPT-OSS's)
+
+That is a matter of rows: _rows() says which rows of b change which rows of the base's weight. A base that stores
+weights transposed gets the change transposed.
 """
 
 from collections.abc import Callable, Mapping
@@ -22,7 +27,7 @@ _Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
 
 
 def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:
-    """Return True where the model has gate and up in turn; None if nothing says it."""
+    """Return True where the model's gate_up has gate and up in turn; None if nothing says it."""
     if of_base is not None:
         found = [experts for layer in adapter.layers if (experts := of_base.at(layer))]
         return any(experts.in_turn for experts in found) if found else None
@@ -38,9 +43,10 @@ def lacks_gate(adapter: Adapter, of_base: BaseExperts | None) -> bool:
 
 
 def model_type(adapter: Adapter, of_base: BaseExperts | None) -> str:
-    """Model type in the base's config or, without a base, in the class that PEFT noted; "" if nothing says it."""
+    """Return the model type of the base's config or, without a base, of the class that PEFT noted; "" for neither."""
     if of_base is not None:
         return str(of_base.base.config.get("model_type", ""))
+    # as "transformers.models.mixtral.modeling_mixtral"
     library = (adapter.config.get("auto_mapping") or {}).get("parent_library", "")
     parts = str(library).split(".")
     return parts[2] if len(parts) > 2 and parts[:2] == ["transformers", "models"] else ""
@@ -91,8 +97,10 @@ def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> li
             wrong.append(f"{layer}: the base has no experts there")
             continue
         d, h = experts.d_model, experts.d_hidden
+        # (in, out) of each projection
         expected = {"gate_up": (d, 2 * h), "gate": (d, h), "up": (d, h), "down": (h, d)}
         for role, factors in projections.items():
+            # turned around, and not square: there the orientation was read or given wrongly
             if (factors.d_in, factors.d_out) == expected[role][::-1] != expected[role]:
                 wrong.append(f"{layer}: {role} is transposed")
             elif (factors.d_in, factors.d_out) != expected[
@@ -110,18 +118,20 @@ def plain_pairs(
 ) -> dict[str, tuple[StoredTensor, StoredTensor, float]]:
     """Find the adapters that are not of experts -> {name of lora_A: (lora_A, lora_B, scaling)}.
 
-    whole_modules: passes over the weights of modules_to_save. Raises CheckpointError for any other tensor.
+    whole_modules: pass over the weights of modules_to_save. Raises CheckpointError for any other tensor.
     """
     pairs, used = {}, set()
     for key, a in adapter.others.items():
         if not key.endswith(".lora_A.weight"):
             continue
+        # a [r, in] and b [out, r]
         other = key.removesuffix("lora_A.weight") + "lora_B.weight"
         b = adapter.others.get(other)
         if b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise CheckpointError(f"{adapter.folder}: {key} has no lora_B that fits it")
         pairs[key] = a, b, scaling_of(adapter.config, module_of(key), a.shape[0])
         used |= {key, other}
+    # what is no pair: tensors of modules that PEFT saves whole, or parts of adapters that are not known
     left = sorted(k for k in adapter.others.keys() - used if ".lora_" in k or not whole_modules)
     if left:
         raise CheckpointError(
@@ -132,6 +142,7 @@ def plain_pairs(
 
 def delta(loaded: _Loaded, experts: Experts, role: str, e: int) -> torch.Tensor | None:
     """Compute the change of one expert's weight, as the base stores it, at least in float32; None if it has none."""
+    # of several projections of the adapter: gate and up may be one weight here
     total: torch.Tensor | None = None
     for name, (factors, (a, b)) in loaded.items():
         rows = _rows(name, role, experts)
@@ -146,24 +157,28 @@ def delta(loaded: _Loaded, experts: Experts, role: str, e: int) -> torch.Tensor 
 
 
 def _rows(name: str, role: str, experts: Experts) -> tuple[_Rows, _Rows, int] | None:
-    """(rows of the adapter's b, rows of the base's weight that they change, rows of the weight)."""
+    """Return (rows of the adapter's b, rows of the base's weight that they change, rows of the weight), or None.
+
+    name: the projection in the adapter, role: in the base. experts.in_turn: how the model, and so the adapter, has gate
+    and up; experts.interleaved: how the base's files have them.
+    """
     h, whole = experts.d_hidden, slice(None)
     if name == role:
         put: _Rows = whole
         if role == "gate_up" and experts.interleaved != experts.in_turn:
-            # the place in the base's weight of each row of the model's gate_up
+            # row i of the files is row halves[i] of the model; argsort() inverts the permutation
             rows = torch.arange(2 * h, device="cpu")
             halves = rows.view(2, -1).T.flatten() if experts.interleaved else rows.view(-1, 2).T.flatten()
             put = halves.argsort()
         return whole, put, {"gate_up": 2 * h, "gate": h, "up": h, "down": experts.d_model}[role]
-    if name == "gate_up" and role in ("gate", "up"):
+    if name == "gate_up" and role in ("gate", "up"):  # one in the adapter, two in the base
         return half_rows(role, h, experts.in_turn), whole, h
-    if role == "gate_up" and name in ("gate", "up"):
+    if role == "gate_up" and name in ("gate", "up"):  # two in the adapter, one in the base
         return whole, half_rows(name, h, experts.interleaved), 2 * h
     return None
 
 
 def half_rows(role: str, h: int, in_turn: bool) -> slice:
-    """Return the rows of gate or up, h each, in a parameter of both: in turn, or one behind the other."""
+    """Return the rows of gate or up, h each, in a parameter of both: in turn, or gate's before up's."""
     index = ("gate", "up").index(role)
     return slice(index, None, 2) if in_turn else slice(index * h, (index + 1) * h)

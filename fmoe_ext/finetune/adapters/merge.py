@@ -1,8 +1,9 @@
-"""Add an adapter to its base, tensor by tensor: files of the base's names, with what rounding took from each expert.
+"""Add an adapter to its base, tensor by tensor: `fmoe adapter merge`.
 
-_Merge decides first which tensors of the base change, so that whatever does not fit is an error before a byte is
-written; the merged tensors are then read one at a time, when their shard is written. A merge that was ended goes on
-after the last shard that it noted as complete.
+The result has the base's files, and a report of what rounding took from each expert's change. _Merge decides first
+which tensors of the base change, so that whatever does not fit is an error before a byte is written; the merged tensors
+are then read one at a time, when their shard is written. A merge that was ended goes on after the last shard that it
+noted as complete.
 """
 
 import shutil
@@ -30,7 +31,7 @@ REPORT = "merge_report.json"
 
 
 class _Merge:
-    """One merge: which tensors change and how."""
+    """One merge: which tensors change and how. tensor() gives each as it is to be written."""
 
     def __init__(self, adapter: Adapter, base: ModelFolder, dtype: torch.dtype | None):
         base.check_plain()
@@ -49,6 +50,7 @@ class _Merge:
         self.stacks: dict[str, tuple[str, Experts, str]] = {}
         # {other tensor: (name for the report, makes its change)}
         self.changes: dict[str, tuple[str, Callable[[], torch.Tensor | None]]] = {}
+        # The experts: one tensor for all of a layer, or one for each.
         for layer in adapter.layers:
             experts = self.of_base.at(layer)
             if experts is None:
@@ -63,6 +65,7 @@ class _Merge:
                         name: (f"{layer}.{e}.{role}", partial(self._delta, layer, experts, role, e))
                         for e, name in enumerate(names)
                     }
+        # Other linear layers: those whose weights the files hold in another form, then the plain ones.
         converted, plain = converted_changes(self.of_base, plain_pairs(adapter))
         for group in converted:
             for name in group.names:
@@ -76,6 +79,7 @@ class _Merge:
             name = str(self.of_base.weight(module_of(key)))
             self._claim(name, key)
             self.changes[name] = name, partial(product, a, b, scaling)
+        # A weight that is tied to another one would change both.
         leaves = ("gate_up_proj", "up_proj", "down_proj")
         for parameter in (
             *(f"{module_of(key)}.weight" for key in plain),
@@ -86,6 +90,7 @@ class _Merge:
     def tensor(self, name: str) -> StoredTensor:
         """Merge a tensor of the base; it is read when it is written."""
         stored = self.base.tensors[name]
+        # a float32 gate, say, keeps its own
         dtype = self.dtype if stored.dtype == self.usual else stored.dtype
         if name in self.stacks:
             layer, experts, role = self.stacks[name]
@@ -131,7 +136,7 @@ class _Merge:
             raise CheckpointError(f"{name}: the merged weight is not finite")
         rounded = exact.to(dtype)
         norm = change.norm().item()
-        if norm:
+        if norm:  # a share of no change is not defined
             self.losses[name] = (rounded.to(wide) - exact).norm().item() / norm
         return rounded
 
@@ -148,6 +153,7 @@ def merge(
     dtype: of the weights, the base's by default. Raises CheckpointError where they do not fit, where `out` is
     taken, and on a full disk; what is complete stays beside `out`, and the same call goes on with it.
     """
+    # Whatever may not fit is found here, before a byte is written.
     out = Path(out).absolute()
     check_is_free(out)
     plan = _Merge(adapter, base, dtype)
@@ -158,6 +164,7 @@ def merge(
         "choices": [str(plan.dtype), adapter.packing, adapter.orientation],
     }
     with continued(out, "merging", about) as job:
+        # Write the shards that an earlier call has not completed.
         losses = job.done.setdefault("losses", {})  # of the shards that are complete
         left = {
             f: n for f, n in base.files.items() if f.name not in losses or not (job.folder / f.name).exists()
@@ -177,6 +184,7 @@ def merge(
                 job.note()
             elif progress is not None:
                 progress(sum(plan.tensor(name).num_bytes for name in names))
+        # Sum up what rounding took.
         lost = {name: loss for file in base.files for name, loss in losses[file.name].items()}
         values = sorted(lost.values())
         report = {
@@ -190,7 +198,7 @@ def merge(
             "lost_share": lost,
         }
 
-        # configuration, tokenizer, model card, index
+        # Write the rest of the folder: tokenizer, model card, report, index, configuration.
         copy_small_files(base, job.folder)
         facts = {
             "adapter": shown(adapter.folder),
@@ -211,6 +219,7 @@ def merge(
             }
             where = {name: file.name for file, names in base.files.items() for name in names}
             texts[INDEX] = {"metadata": metadata, "weight_map": dict(sorted(where.items()))}
+        # config.json is rewritten only where its dtype is another now, or missing: else it was copied
         key = "torch_dtype" if "torch_dtype" in base.config else "dtype"
         if base.config and (plan.dtype != plan.usual or base.packed or not base.config.get(key)):
             texts["config.json"] = base.config | {key: str(plan.dtype).removeprefix("torch.")}

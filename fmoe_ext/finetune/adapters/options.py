@@ -1,8 +1,8 @@
-"""Options of PEFT's LoraConfig in adapter_config.json: read, without effect on the change of a weight, or refused.
+"""Sort the options of PEFT's LoraConfig: read, without effect on the change of a weight, or refused.
 
-A new option of PEFT may change what the factors mean, so an unknown one is refused unless it is empty. The patterns
-of rank_pattern and alpha_pattern are regular expressions of a file that may be a stranger's: only those are
-evaluated whose search ends soon, whatever they are tried on.
+A new option of PEFT may change what the factors mean, so an unknown one in adapter_config.json is refused unless it is
+empty. The patterns of rank_pattern and alpha_pattern are regular expressions of a file that may be a stranger's, and
+some patterns take forever: only those are evaluated whose search ends soon, whatever they are tried on (is_quick).
 """
 
 import math
@@ -15,7 +15,7 @@ READ = frozenset((
     "peft_type", "r", "lora_alpha", "rank_pattern", "alpha_pattern", "use_rslora", "init_lora_weights",
     "target_modules", "target_parameters", "auto_mapping", "base_model_name_or_path", "peft_version",
 ))  # fmt: skip
-# they say how to train, note something, or repeat what the tensors show; configs belong to an init_lora_weights
+# they say how to train, note something, or repeat what the tensors show; the *_config belong to an init_lora_weights
 NO_EFFECT = frozenset((
     "task_type", "revision", "inference_mode", "lora_dropout", "exclude_modules", "layers_to_transform",
     "layers_pattern", "modules_to_save", "megatron_config", "megatron_core", "runtime_config",
@@ -24,17 +24,18 @@ NO_EFFECT = frozenset((
 _DEFAULTS: Mapping[str, Any] = MappingProxyType({"bias": "none"})  # where the default is not empty
 # values of init_lora_weights that leave the base's weights as they are; others subtract their first product
 _KEEP_BASE = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
-# letters, groups, alternatives, and what may repeat
+# letters, groups, alternatives, \. and \d, and as the only repetitions \d+, .* and .+: no group can repeat
 _PATTERN = re.compile(r"(?:[\w^$|()-]|\\\.|\\d\+?|\.[*+]?)*")
 _MOST_WAYS = 2.0**24  # in which a pattern may be tried on the name of a module
-_NAME = 64  # characters of such a name
+_NAME = 64  # places where a repetition may end: the characters of such a name
 
 
 def is_quick(pattern: str) -> bool:
     """Return True if a pattern's search ends soon: alternatives and repetitions allow few ways through a name."""
     if len(pattern) > 500 or not _PATTERN.fullmatch(pattern):
         return False
-    ways, alternatives = 1.0, [1]
+    # the product of the alternatives of each group, and of _NAME for each repetition
+    ways, alternatives = 1.0, [1]  # of the groups that are open
     for c in pattern:
         if c == "(":
             alternatives.append(1)

@@ -1,10 +1,15 @@
 """Tell from lora_B [out, E * r] itself how its columns are packed: columns of one expert resemble each other.
 
-They start at zero and grow along the gradient of their expert, so that columns of one expert share its directions.
+Column k of expert e (k < r) lies in one of two places. With E = 3 and r = 2:
+
+    rank_major    k * E + e    e0 e1 e2 | e0 e1 e2    PEFT
+    expert_major  e * r + k    e0 e0 | e1 e1 | e2 e2    early unsloth
+
+Columns start at zero and grow along the gradient of their expert, so that columns of one expert share its directions.
 Group the columns as one packing says, and take the mean |cosine| inside the groups: it is higher for the true
 packing than for columns that are grouped at random, by several standard deviations of random groupings, and the
 other packing's is not. A reading is believed if it leads by _MIN_MARGIN of them; else the file is "undecidable",
-and the user has to say.
+and the user has to say. A randomized test, in statistics.
 """
 
 import math
@@ -16,7 +21,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 RANK_MAJOR, EXPERT_MAJOR = "rank_major", "expert_major"  # column k * E + e, column e * r + k, of expert e
 _MIN_MARGIN = 4.0  # standard deviations between the two readings
-_NUM_SHUFFLES = 48
+_NUM_SHUFFLES = 48  # random groupings, for the mean and standard deviation of what chance gives
 _MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for a model of 48 layers
 
 
@@ -47,9 +52,10 @@ class Evidence:
             return
         self.alike = False
         b = tensor.read()
-        b = b[:: -(-b.shape[0] // _MAX_ROWS)].float()
+        b = b[:: -(-b.shape[0] // _MAX_ROWS)].float()  # [rows, E * r]
         if not b.isfinite().all() or not b.any():
             return
+        # how alike columns are that are grouped at random; a fixed seed, so that a file gets one answer
         columns = torch.nn.functional.normalize(b, dim=0, eps=1e-30)
         generator = torch.Generator("cpu").manual_seed(0)
         count = num_experts * rank
@@ -57,14 +63,15 @@ class Evidence:
         shuffled = [_likeness(columns[:, order], num_experts, rank, EXPERT_MAJOR) for order in orders]
         null = torch.tensor(shuffled, device="cpu")
         spread = null.std().item()
-        if spread > 1e-6:
+        if spread > 1e-6:  # else all groupings are equally alike, and the tensor shows nothing
             self.num_tensors += 1
             for packing in self.scores:
                 likeness = _likeness(columns, num_experts, rank, packing)
                 self.scores[packing] += (likeness - null.mean().item()) / spread
 
     def standard_scores(self) -> dict[str, float]:
-        """Scores of all tensors together, in standard deviations of columns that are grouped at random."""
+        """Return the scores of all tensors together, in standard deviations of columns that are grouped at random."""
+        # a sum of n scores that chance gives has the standard deviation sqrt(n)
         return {p: s / math.sqrt(max(1, self.num_tensors)) for p, s in self.scores.items()}
 
     def verdict(self) -> str:
@@ -78,12 +85,14 @@ class Evidence:
 
 
 def _likeness(columns: torch.Tensor, num_experts: int, rank: int, packing: str) -> float:
-    """Mean |cosine| of the columns within an expert; two columns of zeros are alike, disjoint supports say nothing."""
-    groups = unpacked(columns, num_experts, rank, packing)
-    cosines = (groups.transpose(1, 2) @ groups).abs()
-    zero = groups.eq(0).all(1)
+    """Return the mean |cosine| of the columns within an expert, over the pairs that say something."""
+    groups = unpacked(columns, num_experts, rank, packing)  # [E, out, r]
+    cosines = (groups.transpose(1, 2) @ groups).abs()  # [E, r, r]
+    # columns of zeros are of experts that no token chose: two are alike, one beside another kind is not
+    zero = groups.eq(0).all(1)  # [E, r]
     both, any_zero = zero[:, :, None] & zero[:, None], zero[:, :, None] | zero[:, None]
     cosines = torch.where(both, torch.ones_like(cosines), cosines)
+    # a cosine of 0 of two columns that are not zero: no row has values in both, which says nothing
     says = (cosines > 1e-12) | any_zero
     says &= ~torch.eye(rank, dtype=torch.bool, device=columns.device)
     return cosines[says].mean().item() if says.any() else 0.0

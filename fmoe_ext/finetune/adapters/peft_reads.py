@@ -1,7 +1,8 @@
-"""Compare what the installed PEFT reads from an adapter's folder with what the adapter is.
+"""Check that the installed PEFT reads from a converted folder what the adapter is: why_not(), which convert() calls.
 
-PEFT loads the folder into the model's architecture, whose weights are zeros without memory. PEFT's own delta of every
-layer, at some rows and columns, must be the adapter's.
+PEFT loads the folder into the model's architecture, whose weights are zeros that take no memory. Then PEFT's own change
+of every layer (get_delta_weight), at some rows and columns, must be the adapter's. In a module of its own because it
+imports PEFT and Transformers, which convert() can do without.
 """
 
 import warnings
@@ -21,7 +22,7 @@ from fmoe_ext.finetune.adapters.delta import module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors
 
 _Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
-_ROWS, _COLUMNS = 16, 12  # of a delta that are compared; unlike, so that a turned delta shows
+_ROWS, _COLUMNS = 16, 12  # of a change that are compared; unlike, so that one that is turned around shows
 
 
 def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) -> str:
@@ -29,6 +30,7 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
 
     layers: of the adapter, gate and up joined.
     """
+    # The model: its weights share one zero, so that every size fits.
     try:
         config = base.make_config()
         with torch.device("meta"):
@@ -41,12 +43,14 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
     for module in model.modules():
         for name, parameter in list(module.named_parameters(recurse=False)):  # weights that share one number
             setattr(module, name, nn.Parameter(zero.expand(parameter.shape), requires_grad=False))
+    # The adapter, as PEFT loads it.
     try:
         with warnings.catch_warnings(), torch.device("cpu"):
             warnings.simplefilter("ignore")
             loaded = peft.PeftModel.from_pretrained(model, folder, autocast_adapter_dtype=False)
     except Exception as error:  # PEFT's errors have no common class
         return f"PEFT {peft.__version__} does not load it: {' '.join(str(error).split())[:200]}"
+    # Changes of weights.
     found = dict(_deltas(loaded))
     expected = dict(_expected(adapter, layers, found))
     for name in sorted(expected.keys() | found.keys()):
@@ -61,7 +65,8 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
             ours = ours if theirs.shape == ours.shape else ours.mT  # of a model that stores [in, out]
             if not is_same or (theirs - ours).norm() > 1e-6 * ours.norm():
                 return f"PEFT {peft.__version__} reads another change of {name}"
-    kept: dict[str, Tensor] = {}  # parameters of modules that are saved whole
+    # Modules that are saved whole.
+    kept: dict[str, Tensor] = {}
     for path, module in loaded.named_modules():
         whole = getattr(module, "modules_to_save", None)
         if isinstance(whole, nn.ModuleDict) and "default" in whole:
@@ -76,13 +81,14 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
 
 
 def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """(name of a weight, some rows and columns of PEFT's delta) of each layer that has an adapter."""
+    """Yield (name of a weight, some rows and columns of PEFT's change) of each layer that has an adapter."""
     for path, module in model.named_modules():
         factors = getattr(module, "lora_A", None)
         if not isinstance(factors, nn.ModuleDict) or "default" not in factors:
             continue
         a: Any = factors["default"]
         b: Any = module.lora_B["default"]
+        # cut the factors first: the change of all experts at once would be as large as their weights
         a.weight = nn.Parameter(_picked(a.weight, 1, _COLUMNS), requires_grad=False)
         b.weight = nn.Parameter(_picked(b.weight, 0, _ROWS), requires_grad=False)
         name = path.removeprefix(PREFIX).replace(".base_layer", "")
@@ -91,11 +97,13 @@ def _deltas(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _picked(t: Tensor, dim: int, most: int) -> Tensor:
+    """Pick at most `most` rows along a dimension, evenly spread."""
     size = t.shape[dim]
     return t.index_select(dim, torch.arange(min(most, size), device=t.device) * size // min(most, size))
 
 
 def _expected(adapter: Adapter, layers: _Layers, found: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """Yield what _deltas() must find: the same rows and columns of the adapter's changes, in float64."""
     for layer, parts in layers.items():
         for role, factors in parts.items():
             a, b = (t.double() for t in factors.read())

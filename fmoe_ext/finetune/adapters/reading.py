@@ -1,12 +1,17 @@
 """Read the folder of an adapter: which layout its expert tensors have, and the two factors of each expert.
 
-Each expert's delta is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like. Names tell the
-form: flat (PEFT's target_parameters: one lora_A [E * r, *] and lora_B [*, E * r] for all experts, a wrapper around
-a wrapper where two parameters of one module are adapted), numbered (a module for each expert) or stacked (3-d
-tensors). Names do not tell two things of flat tensors: whether lora_A reads the input, since PEFT before 0.19 had
-it the other way round for some models, which widths decide (_orientation), and whether columns of lora_B lie by
-rank or by expert, which their values decide (packing.py). What no file decides is "undecidable", and reading the
-factors is an error that asks for it.
+Each expert's change is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like. Names tell the
+form of E experts' tensors:
+
+    flat      of PEFT's target_parameters: one lora_A [E * r, in] and one lora_B [out, E * r] for all experts; where two
+              parameters of a module are adapted, PEFT wraps a wrapper: the inner one's names have ".base_layer"
+    numbered  a module for each expert: lora_A [r, in] and lora_B [out, r], E times
+    stacked   lora_A [E, r, in] and lora_B [E, out, r]
+
+Names do not tell two things about flat tensors. PEFT before 0.19 turned some models' factors around, so that lora_A
+does not read the input: widths decide that (_orientation). And columns of lora_B lie by rank or by expert: their values
+decide that (packing.py). What a file does not decide is "undecidable", and reading the factors is an error that asks
+for it.
 """
 
 import functools
@@ -34,9 +39,10 @@ from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_M
 
 _MOST_MATCHES = 10**7  # of patterns with the names of modules: a second or so
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-PREFIX = "base_model.model."
+PREFIX = "base_model.model."  # of PEFT, before the model's own names
 _LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
 _FLAT = re.compile(r"(?P<layer>.*\.experts)(?P<inner>(\.base_layer)*)\.lora_(?P<ab>[AB])\.weight")
+# numbers of six digits at most: a file that names expert 10**9 must not make us count to it
 _NUMBERED = re.compile(
     rf"(?P<layer>.*\.experts)\.(?P<e>\d{{1,6}})\.(?P<leaf>{_LEAVES})\.lora_(?P<ab>[AB])\.weight"
 )
@@ -118,6 +124,7 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     Raises CheckpointError for what is no adapter or is damaged, and for pickles. What is not computed (DoRA, biases and
     other options) is in its `refused`.
     """
+    # Find and check the files, before anything in them is believed: the folder may be a stranger's.
     folder = Path(folder)
     if not folder.exists():
         raise CheckpointError(f"{folder} does not exist")
@@ -143,6 +150,7 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
             f"{folder}/{WEIGHTS} is damaged: its metadata {OURS!r} is no JSON object"
         ) from error
     noted = noted if noted in (RANK_MAJOR, EXPERT_MAJOR) else None
+    # Read the tensors by their form.
     adapter = Adapter(folder, config, tensors, refused=list(refusals(config)))
     parts = _sorted_by_form(adapter)
     if parts["flat"]:
@@ -156,6 +164,7 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     if not adapter.layers:
         adapter.problems.append("no adapter of an expert is in the file")
         return adapter
+    # Note what is strange about the whole: layers that differ, and layers that are left out.
     shapes = {
         json.dumps({r: (f.num_experts, f.d_in, f.d_out) for r, f in sorted(p.items())})
         for p in adapter.layers.values()
@@ -170,10 +179,12 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
 
 
 def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise CheckpointError for another kind of adapter, and for values of a type that PEFT does not write."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
             f"{folder}/{CONFIG} says peft_type={config.get('peft_type')!r}, expected 'LORA'"
         )
+    # Lists of names, which are compared with the tensors' names.
     for name, kinds in (
         ("target_parameters", (list,)),
         ("target_modules", (list, str)),
@@ -185,6 +196,7 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
             raise CheckpointError(
                 f"{folder}/{CONFIG}: {name} is {str(value)[:60]!r}, which is no list of names"
             )
+    # Numbers, of the config and by patterns: they are divided by, and patterns are evaluated.
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not _is_number(rank, int) or not _is_number(alpha, (int, float)):
         raise CheckpointError(
@@ -202,16 +214,18 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def _is_number(value: object, kind: Any) -> bool:
+    """Return True for a positive, finite number of a kind; True is an int to isinstance."""
     return isinstance(value, kind) and not isinstance(value, bool) and 0 < value < math.inf
 
 
-@functools.lru_cache(2**16)  # re keeps 512 patterns: each may be tried on the module of each tensor
+# re's own cache keeps 512 patterns, and each may be tried on the module of each tensor
+@functools.lru_cache(2**16)
 def _compiled(pattern: str) -> re.Pattern[str]:
     return re.compile(rf"(.*\.)?({pattern})$")
 
 
 def _from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
-    """Value of "rank" or "alpha" for a module, found in the patterns as PEFT finds it."""
+    """Return the "rank" or "alpha" of a module: of the first pattern that matches its end, as PEFT does."""
     default = config["r"] if name == "rank" else config["lora_alpha"]
     for pattern, value in (config.get(f"{name}_pattern") or {}).items():
         try:
@@ -229,7 +243,11 @@ def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
 
 
 def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTensor]]]:
-    """Sort by {form: {module of experts: {key in it: tensor}}}; the other tensors go to adapter.others."""
+    """Sort the tensors by their names -> {form: {module of experts: {key in it: tensor}}}.
+
+    Keys: (depth, "A" or "B") of flat, (expert, role, "A" or "B") of numbered, (role, "A" or "B") of stacked ones. The
+    other tensors go to adapter.others.
+    """
     forms: dict[str, dict[str, dict[Any, StoredTensor]]] = {"flat": {}, "numbered": {}, "stacked": {}}
     for key, tensor in adapter.tensors.items():
         name = key.removeprefix(PREFIX)
@@ -239,10 +257,11 @@ def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTen
         elif (match := _STACKED.fullmatch(name)) and len(tensor.shape) == 3:
             forms["stacked"].setdefault(match["layer"], {})[_ROLE[match["leaf"]], match["ab"]] = tensor
         elif match := _FLAT.fullmatch(name):
-            depth = len(match["inner"]) // len(".base_layer")
+            depth = len(match["inner"]) // len(".base_layer")  # wrappers around this one
             forms["flat"].setdefault(match["layer"], {})[depth, match["ab"]] = tensor
         else:
             adapter.others[key] = tensor
+            # DoRA, adapters of embeddings, and forms of experts that are not known
             if ".experts." in name or "lora_magnitude" in name or "lora_embedding" in name:
                 adapter.refused.append(f"{key} is of no known layout")
     used = [form for form, found in forms.items() if found]
@@ -253,7 +272,7 @@ def _sorted_by_form(adapter: Adapter) -> dict[str, dict[str, dict[Any, StoredTen
 
 
 def _both(adapter: Adapter, where: str, found: Mapping[Any, StoredTensor], key: tuple[Any, ...]) -> Any:
-    """Return lora_A and lora_B of one place."""
+    """Return lora_A and lora_B under a key; CheckpointError unless both are there, in one dtype of floats."""
     a, b = found.get((*key, "A")), found.get((*key, "B"))
     if a is None or b is None:
         raise CheckpointError(f"{adapter.folder}: {where} lacks lora_{'A' if a is None else 'B'}")
@@ -268,14 +287,16 @@ def _read_flat(
     packing: str | None,
     orientation: str | None,
 ) -> None:
-    """Flat tensors: lora_A [E * r, *], lora_B [*, E * r], gate_up_proj inside (base_layer), down_proj outside."""
+    """Read flat tensors: decide orientation and packing once for the whole file, then give each layer its Factors."""
     found = {layer: _flat_pairs(adapter, layer, parts) for layer, parts in layers.items()}
+    # Orientation: a layer that shows nothing follows those that do.
     votes = {_orientation(adapter, layer, pairs) for layer, pairs in found.items()} - {"undecidable"}
     if len(votes) > 1:
         raise CheckpointError(
             f"{adapter.folder}: some layers are as PEFT 0.19 writes them, others as earlier ones"
         )
     adapter.orientation = orientation or (votes.pop() if votes else "undecidable")
+    # Packing: by the values of MAX_TENSORS tensors at most, spread over the layers.
     evidence = Evidence()
     candidates = [(b, rank) for pairs in found.values() for _, b, rank in pairs.values()]
     if packing is None:
@@ -295,6 +316,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
     depths = {depth for depth, _ in parts}
     names = [str(n).rpartition(".")[2] for n in adapter.config.get("target_parameters") or ()]
     known = [n for n in PARAMETERS.values() if n in names]
+    # two wrappers: down_proj's is the outer one; one wrapper: target_parameters say which weight it is
     if depths == {0, 1}:
         roles = {1: "up_proj" if known == ["up_proj", "down_proj"] else "gate_up_proj", 0: "down_proj"}
     elif depths == {0} and len(known) == 1:
@@ -304,6 +326,7 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
             f"{adapter.folder}: {layer} has {len(depths)} adapted parameters and target_parameters are {names[:4]}: "
             "expected gate_up_proj (up_proj without a gate), down_proj or both"
         )
+    # lora_A [E * r, in] and lora_B [out, E * r]: the rank, of the config, divides what they share
     pairs = {}
     for depth, leaf in roles.items():
         a, b = _both(adapter, f"{layer} ({leaf})", parts, (depth,))
@@ -324,8 +347,9 @@ def _flat_pairs(adapter: Adapter, layer: str, parts: Mapping[Any, StoredTensor])
 
 
 def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
-    """Return out_in where lora_A reads the input of the projection, in_out where it is the other way round."""
+    """Return "out_in" where lora_A reads the input of the projection, "in_out" where lora_B does; or "undecidable"."""
     widths = {role: (a.shape[1], b.shape[0]) for role, (a, b, _) in pairs.items()}
+    # Both projections: gate_up is d -> 2 H and down H -> d, which fits one way only.
     if widths.keys() == {"gate_up", "down"}:
         (a1, b1), (a2, b2) = widths["gate_up"], widths["down"]
         if a1 == b2 and b1 == 2 * a2:
@@ -337,7 +361,7 @@ def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
         )
     version = str(adapter.config.get("peft_version") or "")
     numbers = tuple(int(part) for part in re.findall(r"\d{1,4}", version)[:2])
-    # an adapter of the attention beside it reads the model's width
+    # One projection: an adapter of the attention beside it reads the model's width, which tells d from H.
     block = layer.split(".mlp.")[0].split(".block_sparse_moe.")[0]
     beside = (adapter.others.get(f"{PREFIX}{block}.self_attn.{n}_proj.lora_A.weight") for n in "qkv")
     d_model = next(
@@ -346,7 +370,7 @@ def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
     role, (a, b) = next(iter(widths.items()))
     if d_model is not None and a != b and d_model in (a, b):
         return "out_in" if (a == d_model) == (role != "down") else "in_out"
-    # earlier versions turn some models' parameters and not others', so that only a later one is proof
+    # Else the version: earlier ones turn some models' parameters and not others', so that only a later one is proof.
     return "out_in" if numbers >= (0, 19) else "undecidable"
 
 
@@ -358,8 +382,8 @@ def _flat_factors(
 
     def read() -> Pair:
         adapter.require_decided()
-        first = a.read().reshape(num_experts, rank, -1)
-        second = unpacked(b.read(), num_experts, rank, EXPERT_MAJOR if by_expert else RANK_MAJOR)
+        first = a.read().reshape(num_experts, rank, -1)  # [E, r, *]
+        second = unpacked(b.read(), num_experts, rank, EXPERT_MAJOR if by_expert else RANK_MAJOR)  # [E, *, r]
         return (second.transpose(1, 2), first.transpose(1, 2)) if swapped else (first, second)
 
     d_in, d_out = (b.shape[0], a.shape[1]) if swapped else (a.shape[1], b.shape[0])
@@ -368,6 +392,7 @@ def _flat_factors(
 
 
 def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:
+    """Read a module for each expert; CheckpointError unless experts have the same projections, ranks and scaling."""
     num_experts = 1 + max(e for e, _, _ in found)
     roles = {role for _, role, _ in found}
     missing = [(e, r) for e in range(num_experts) for r in sorted(roles) if (e, r, "A") not in found]
@@ -376,6 +401,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
             f"{adapter.folder}: {layer} lacks {len(missing)} of {num_experts * len(roles)} adapters, as that of "
             f"{missing[0][1]} of expert {missing[0][0]}"
         )
+    # One Factors for each projection, which stacks the experts when it is read.
     for role in sorted(roles):
         pairs = [_both(adapter, f"{layer}.{e} ({role})", found, (e, role)) for e in range(num_experts)]
         shapes = {(a.shape, b.shape, a.dtype) for a, b in pairs}
@@ -384,12 +410,14 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
             raise CheckpointError(
                 f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
             )
+        # rank and scaling may be of each module, by patterns of its name
         leaves = [leaf for leaf, its_role in _ROLE.items() if its_role == role]
         names = (f"{layer}.{e}.{leaf}" for e in range(num_experts) for leaf in leaves)
         modules = [name for name in names if f"{PREFIX}{name}.lora_A.weight" in adapter.tensors]
         scalings = {scaling_of(adapter.config, module, a_shape[0]) for module in modules}
         if len(scalings) != 1:
             raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
+        # the scaling above is by the rank of the tensors, which training had: another one in the config is a problem
         said = {_from_pattern(adapter.config, "rank", module) for module in modules}
         if said != {a_shape[0]}:
             adapter.problems.append(
@@ -405,7 +433,7 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
 
 
 def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:
-    """Read a [E or 1, r, in] and b [E or 1, out, r]: 1 is one for all experts."""
+    """Read a [E or 1, r, in] and b [E or 1, out, r]; 1 means that all experts share it."""
     num_experts = max(tensor.shape[0] for tensor in found.values())
     for role in sorted({role for role, _ in found}):
         a, b = _both(adapter, f"{layer} ({role})", found, (role,))

@@ -1,11 +1,16 @@
-"""Add an adapter to packed experts and pack them again, in the files' own format: bytes of a copy are replaced.
+"""Merge an adapter into packed experts, in the files' own format: `fmoe adapter merge --to packed`.
 
-A change of an adapter is often smaller than the steps of the packing, so that rounding to the nearest values would
-lose it. A text tells which directions matter: it runs through the streamed model once, a hook on each layer sees
-the inputs x of the experts, and the experts are rounded one at a time so that ||x (Q - (W + D))|| is small, by the
-second moments of x (frozen.rounding). The down projection's inputs come from the merged up projection before it is
-rounded. The error is measured on the last part of the text, against the error of leaving the adapter out. Each
-layer is noted when its bytes are on the disk, so that a merge that was ended goes on after it.
+W is a packed weight, D the adapter's change of it, Q the result in the same packing. A change of an adapter is often
+smaller than the steps of the packing, so that rounding W + D to the nearest values would lose it. A text tells which
+directions matter:
+
+1. The files are copied. The text runs through the streamed model once, a hook on each layer sees the inputs x of the
+   experts, and the experts are rounded one at a time so that ||x (Q - (W + D))|| is small, by the second moments of x
+   (frozen.rounding). The down projection's inputs come from the merged up projection before it is rounded.
+2. The bytes of Q replace those of W in the copies. Each layer is noted when its bytes are on the disk, so that a merge
+   that was ended goes on after it.
+3. The last part of the text rounds nothing: on it the error is measured, against the error of leaving the adapter out.
+   The certificate has both, and a result that is not better is not written.
 """
 
 from __future__ import annotations
@@ -102,7 +107,7 @@ def as_text(certificate: Mapping[str, Any]) -> str:
 
 
 class _Repack:
-    """One merge into packed experts."""
+    """One merge into packed experts: checks that everything fits, then copies and rounds (run)."""
 
     def __init__(self, adapter: Adapter, files: ModelFiles, memory: int | str, say: _Say) -> None:
         self.adapter, self.files, self.say = adapter, files, say
@@ -110,7 +115,8 @@ class _Repack:
         found = experts_modules(self.model)
         self.modules = {path: found[path] for path in found if path in adapter.layers}
         self.layers = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
-        owners: dict[tuple[Path, int], str] = {}
+        # Refuse formats that are not rounded, and layers that share the bytes of their experts.
+        owners: dict[tuple[Path, int], str] = {}  # {(file, first byte of its experts): layer}
         for path, layer in self.layers.items():
             # zero points and factors stay as they are, whatever they are made of
             parts = [part for name, part in layer.parts.items() if not name.endswith(".zero")]
@@ -128,7 +134,8 @@ class _Repack:
                     f"{other} and {path} share their experts, and each has an adapter of its own: merged they would be "
                     "one. Leave the adapter unmerged"
                 )
-        self.experts: dict[str, Experts] = {}  # as delta() wants them
+        # Describe the experts as delta() wants them, and compare them with the adapter.
+        self.experts: dict[str, Experts] = {}
         for path, module in self.modules.items():
             layer = self.layers[path]
             (E, _, d), (_, _, h) = layer.shapes
@@ -150,7 +157,7 @@ class _Repack:
     def take_text(self, tokens: torch.Tensor, seq_len: int, held_out: float) -> None:
         """Cut a text into sequences to round by and sequences to measure on."""
         config = self.model.config.get_text_config()
-        size = max(e.num_experts for e in self.experts.values())
+        size = max(e.num_experts for e in self.experts.values())  # so many experts need enough tokens
         calibration, measured = sequences(tokens, seq_len, held_out, size, config.vocab_size)
         if not len(measured):
             raise CheckpointError(f"held_out={held_out} leaves no text to measure the error on")
@@ -190,7 +197,8 @@ class _Repack:
     def run(self, job: Unfinished) -> dict[str, Any]:
         """Copy the files and replace the bytes of experts -> the certificate."""
         job.done.setdefault("layers", {})
-        copied = job.done.setdefault("copied", [])  # by an earlier call
+        # Copy what an earlier call has not copied.
+        copied = job.done.setdefault("copied", [])
         for file in self.files.weights:
             if file.name not in copied:
                 copy_file(file, job.folder / file.name)
@@ -202,6 +210,7 @@ class _Repack:
                 )
         self.files.copy_beside(job.folder, with_index=True)
         self._merge_plain(job.folder)
+        # Round every layer: when the text gets there, or one after the other without a text.
         if self.ids is None:
             for path in self.modules:
                 self._layer(job, path, None, None)
@@ -224,6 +233,7 @@ class _Repack:
                     hook.remove()
         for file in job.folder.glob("*.safetensors"):
             renew_checksum(file)
+        # Sum up the errors, of weights that changed.
         layers = job.done["layers"]
         changed = {f"{p}.{name}": w for p, ws in layers.items() for name, w in ws.items() if w["ways"]}
         total = _ratio([pair for w in changed.values() for pair in w["experts"]])
@@ -234,8 +244,8 @@ class _Repack:
 
     @torch.no_grad()
     def _layer(self, job: Unfinished, path: str, x: torch.Tensor | None, idx: torch.Tensor | None) -> None:
-        """Round the experts of a layer. x [T, D]: their inputs; idx [T, K]: the experts of each."""
-        if path in job.done["layers"]:
+        """Round the experts of a layer, and write them. x [T, D]: their inputs; idx [T, K]: the experts of each."""
+        if path in job.done["layers"]:  # by an earlier call
             return
         self.say(f"rounding the experts of {path}")
         module, layer, experts = self.modules[path], self.layers[path], self.experts[path]
@@ -244,12 +254,13 @@ class _Repack:
         sums = {name: _Sums(experts.num_experts) for name in _ROLES}
         for e in range(experts.num_experts):
             weights = _read(layer, e)
+            # inputs of this expert [n, D], those to round by first: the text has them in this order
             tokens = None if idx is None else (idx == e).any(1).nonzero()[:, 0]
             rows = None if x is None or tokens is None else x[tokens]
             num = 0 if tokens is None else int((tokens < self.rows).sum())
             for name, role, packed in zip(_ROLES, experts.names, weights, strict=True):
                 change = delta(loaded, experts, role, e)
-                lies = replace(packed, interleaved=False)
+                lies = replace(packed, interleaved=False)  # rows as in the file, gate and up not put in order
                 weight = lies.dequantize()[0]
                 target = weight if change is None else weight + change.float()
                 if not target.isfinite().all():
@@ -284,7 +295,7 @@ class _Repack:
 
     def _merge_plain(self, work: Path) -> None:
         """Add the adapters of layers outside of the experts, whose weights are floats in the files."""
-        if self.base is None:
+        if self.base is None:  # a GGUF file, whose adapters of other layers __init__() has refused
             return
         of_base = BaseExperts(self.base)
         for key, (a, b, scaling) in plain_pairs(self.adapter).items():
@@ -303,6 +314,7 @@ class _Repack:
             if stored.shape != (b.shape[0], a.shape[1]):
                 raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
             of_base.check_alone(f"{module_of(key)}.weight")
+            # add in float32 at least, and replace the bytes
             value = stored.read()
             wide = torch.promote_types(value.dtype, torch.float32)
             merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)
@@ -314,8 +326,8 @@ class _Sums:
     """Squared errors of the experts of one weight, with and without the adapter, and how their rows were rounded."""
 
     def __init__(self, num_experts: int) -> None:
-        self.errors: list[tuple[float, float] | None] = [None] * num_experts
-        self.ways: dict[str, int] = {}
+        self.errors: list[tuple[float, float] | None] = [None] * num_experts  # (of the result, of no adapter)
+        self.ways: dict[str, int] = {}  # {way of rounding: rows}
 
     def add(
         self,
@@ -327,9 +339,11 @@ class _Sums:
         num: int,
         ways: Mapping[str, int],
     ) -> None:
+        """Note expert e: measure its error on rows[num:], the inputs that it was not rounded by."""
         for way, count in ways.items():
             self.ways[way] = self.ways.get(way, 0) + count
         if rows is not None and len(rows) > num:
+            # ||X (W - T)||^2 is a sum over the rows w of W - T: w X^T X w^T, of the moments X^T X
             moments = rows[num:].T @ rows[num:]
             pair = (error_of(w - target, moments).sum().item() for w in (packed.dequantize()[0], weight))
             self.errors[e] = (next(pair), next(pair))
@@ -344,6 +358,7 @@ class _Sums:
 
 
 def _ratio(errors: Sequence[Sequence[float] | None]) -> float | None:
+    """Return the norm of all errors over that of leaving the adapter out; None if that is not known, or 0."""
     known = [pair for pair in errors if pair is not None]
     ours, without = (sum(pair[i] for pair in known) for i in range(2))
     return (ours / without) ** 0.5 if without else None
@@ -361,6 +376,7 @@ def _raw(tensor: torch.Tensor) -> _Bytes:
 
 
 def _patch(path: Path, begin: int, raw: _Bytes) -> None:
+    """Replace bytes inside a file."""
     with open(path, "r+b") as file:
         file.seek(begin)
         file.write(raw.tobytes())

@@ -1,7 +1,8 @@
-"""A file for the inputs of checkpointed layers: written as the forward saves them, read when the backward asks.
+"""Keep the inputs of checkpointed layers in a file: stream(activations=folder).
 
 A checkpointed layer keeps its input alone, [batch, tokens, width] for each layer: with long sequences these are
-what grows. Autograd's hooks for saved tensors send them to a file without a name, past the page cache, which would
+what grows. SavedOnDisk puts hooks for saved tensors around a decoder's forward, which write them to an ActivationFile,
+and read them when the backward asks. The file has no name, and is written past the page cache (O_DIRECT), which would
 only move them to memory that the process is charged for as well.
 """
 
@@ -40,7 +41,7 @@ class ActivationFile:
             direct = getattr(os, "O_DIRECT", 0)
             try:  # the same file again, past the page cache
                 self._file = os.open(f"/proc/self/fd/{file.fileno()}", os.O_RDWR | os.O_CLOEXEC | direct)
-            except OSError:
+            except OSError:  # no /proc, or a file system without O_DIRECT
                 self._file = os.dup(file.fileno())
         weakref.finalize(self, os.close, self._file)
 
@@ -49,12 +50,14 @@ class ActivationFile:
         values = tensor.detach().contiguous().view(-1).view(torch.uint8).numpy()
         size = -(-values.size // BLOCK) * BLOCK
         with self._lock:
+            # a place
             free = self._free[size]  # a step has few sizes, so that a fit is exact and nothing fragments
             offset = free.pop() if free else self._end
             stored = _Stored(offset, tensor.dtype, tensor.shape)
             self.num_bytes += size
             self._end = max(self._end, offset + size)
             weakref.finalize(stored, self._release, offset, size)
+            # the bytes, a chunk at a time through aligned memory, as O_DIRECT wants it
             try:
                 for begin in range(0, values.size, CHUNK):
                     part = values[begin : begin + CHUNK]
@@ -110,16 +113,14 @@ class _Stored:
 
 
 class SavedOnDisk:
-    """Hooks of a decoder that put what its forward saves for the backward into a file.
-
-    A checkpointed layer saves its input alone. Weights are not put there.
-    """
+    """Hooks of a decoder that put what its forward saves for the backward into a file, weights excepted."""
 
     def __init__(self, decoder: nn.Module, stream: ExpertStream, file: ActivationFile) -> None:
         self.stream, self.file = stream, file
-        self._resident: frozenset[int] = frozenset()
-        self._hooks: list[Any] = []
+        self._resident: frozenset[int] = frozenset()  # addresses of weights, which are in memory anyway
+        self._hooks: list[Any] = []  # entered, of the forwards that run now
         decoder.register_forward_pre_hook(self._enter)
+        # after an error too, or the hooks would stay
         decoder.register_forward_hook(self._leave, always_call=True)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> SavedOnDisk:

@@ -1,9 +1,14 @@
-"""The memory of a streamed model: weights that stay, what is trained with its state, and buffers for experts.
+"""Decide how many bytes the buffers for experts of a streamed model have: ExpertStream, model.expert_stream.
 
-Before the first step the budget is arithmetic: memory, less a quarter for activations and the program, less weights,
-adapters, gradients and the state that an optimizer will have; buffers for experts get the rest. A quarter is a guess,
-so each step is measured (before), and the next one's buffers shrink by what a step like the largest would exceed the
-limits (_measure). They never shrink between a forward and its backward, which reads the same parts again.
+Before the first step the budget is arithmetic:
+
+    memory - a quarter of it, for activations and the program
+           - weights outside of the experts, adapters, their gradients, the optimizer's state
+           = buffers for experts
+
+A quarter is a guess, so each step is measured: before() notes the most memory that the process had, just before the
+optimizer steps, and before the next step _measure() takes from the buffers what a step like the largest so far would
+exceed the limits by. Buffers never shrink between a forward and its backward, which reads the same parts again.
 """
 
 from __future__ import annotations
@@ -28,7 +33,7 @@ from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
 FREE_SHARE = 4  # a quarter of the memory is for activations and the program
 MOMENTS = 2  # state of an optimizer before its first step: those of Adam, in the dtype of the weight
-MARGIN = 16  # a sixteenth of a limit stays free: heaps have gaps, and the system needs some
+MARGIN = 16  # a sixteenth of what the limits leave stays free: heaps have gaps, and the system needs some
 
 
 def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False) -> int:
@@ -48,7 +53,7 @@ def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False)
 class _Seen(NamedTuple):
     """The largest forward and backward so far, in bytes."""
 
-    most: int  # memory of the process
+    most: int  # memory of the process, at its peak
     buffers: int  # for experts, at that time
     state: int  # of optimizers, at that time
 
@@ -59,6 +64,8 @@ class ExpertStream:
     optimizer_bytes: of state for each trained number, as the user expects; after a step the real state counts.
     reads_through_cache: True if the system's page cache keeps the files, because all limits leave memory for them
     beside the model; False if reads go past it (O_DIRECT), because a memory cgroup would charge those pages.
+    Its before() and after() are called by optimizers that step weights of the model (follow_optimizers), before_step()
+    by the first layer of a forward. Raises ValueError, with the arithmetic, if memory is too little.
     """
 
     def __init__(
@@ -75,12 +82,13 @@ class ExpertStream:
         self._model = weakref.ref(model)
         self._optimizer_bytes = optimizer_bytes
         self._optimizers: weakref.WeakSet[Optimizer] = weakref.WeakSet()  # of weights of the model
-        self.is_counted = False  # adapters, gradients and states, since the last optimizer's step
-        self._has_stepped = False  # since the last forward
-        self._counting = threading.Lock()
+        self.is_counted = False  # by before_step(), since the last optimizer's step
+        self._has_stepped = False  # an optimizer, since the last forward
+        self._counting = threading.Lock()  # guards before_step()
         self._seen = _Seen(0, 0, 0)
         self._has_trained = False  # a forward in training has begun
         self._most_buffers: int | None = None  # bytes that a step leaves to them, once a step was measured
+        # bytes of the weights outside of the experts
         self._dense = sum(map(_bytes_of, self.resident_tensors()))
         self._gradients = self._state = 0  # bytes in training, as far as they are known
         for_experts = self._left(0)
@@ -88,12 +96,13 @@ class ExpertStream:
         if for_experts < self._least:
             raise ValueError(self._arithmetic(0))
         whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
-        # The page cache may keep the files if that leaves the process its memory.
+        # The page cache may keep the files if that leaves the process its memory: weights, buffers, the free quarter.
         held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
         in_files = sum(span.num_bytes for layer in layers for span in layer.every_span())
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
         follow_optimizers(model, self)
+        # memory= may be more than the limits allow: warn if less than a quarter of the limit stays free.
         limit = memory.limit
         held = self._dense + min(self.pool.num_bytes, self.pool.layer_bytes * len(layers))
         if limit is not None and held > limit.num_bytes - limit.num_bytes // FREE_SHARE:
@@ -127,12 +136,13 @@ class ExpertStream:
         return list(found.values())
 
     def before(self, optimizer: Optimizer) -> None:
-        """Notes the most memory that the process had, and empties the buffers if the step needs their memory."""
+        """Note the most memory that the process had; empty the buffers if the optimizer's step needs their memory."""
         trained = self._trained()
         memory = process() if has_a_parameter_of(optimizer, trained) else None
         if memory is None:
             return
         state = bytes_of_state(self._optimizers)
+        # a second optimizer comes after the first one's step, whose memory is not that of forward and backward
         if not self._has_stepped and memory.most > self._seen.most:
             self._seen = _Seen(memory.most, self.pool.bytes_in_use, state)
         # torch's optimizers have a tensor more for each weight while they step many at once
@@ -143,15 +153,16 @@ class ExpertStream:
             _trim()
 
     def after(self, optimizer: Optimizer) -> None:
-        """Notes an optimizer that stepped weights of the model."""
+        """Note an optimizer that stepped weights of the model."""
         if has_a_parameter_of(optimizer, self._trained()):
             self._optimizers.add(optimizer)
             self._has_stepped = True
             self.is_counted = False
 
     def before_step(self, is_training: bool) -> None:
-        """Makes room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
-        with self._counting:  # a thread that steps after another one counts as it does
+        """Make room for adapters, gradients and the optimizer; ValueError, with the arithmetic, if there is none."""
+        with self._counting:  # several threads may begin a step at once
+            # generation before any training has neither gradients nor state
             if is_training or self._has_stepped:
                 trained = self._trained()
                 self._gradients = sum(map(_bytes_of, trained))
@@ -179,7 +190,7 @@ class ExpertStream:
                 restart_peak()  # generation before had larger buffers: its peak would count as that of a step
 
     def _measure(self) -> int | None:
-        """Count the bytes that buffers may have in a step like the largest so far; None without a bound."""
+        """Count the bytes that buffers may have in a step like the largest so far; None if they need not shrink."""
         memory = process()
         room = None if memory is None else _room(memory)
         if room is None or not self._seen.most:
@@ -188,7 +199,7 @@ class ExpertStream:
         excess = self._seen.most + max(0, self._state - self._seen.state) - room
         if excess <= 0:
             return None
-        _trim()
+        _trim()  # or what is freed would still count as the process's
         left = max(self._least, self._seen.buffers - excess)
         if left < self.pool.num_bytes:
             warnings.warn(
@@ -205,16 +216,18 @@ class ExpertStream:
         return [t for t in self.resident_tensors() if isinstance(t, nn.Parameter) and t.requires_grad]
 
     def _left(self, adapters: int) -> int:
-        """Count the bytes for experts, beside weights that stay, adapters, gradients and the optimizer's state."""
+        """Count the bytes that are left for experts. adapters: their bytes."""
         others = self._dense + adapters + self._gradients + self._state
         return self.memory - self.memory // FREE_SHARE - others
 
     def _arithmetic(self, adapters: int) -> str:
+        """Write the error for too little memory: a sum with every term, and what to change about it."""
         rows = [
             ("weights outside of the experts", self._dense),
             (f"{PARTS} experts", self._least),
             ("activations and the program, a quarter of memory", self.memory // FREE_SHARE),
         ]
+        # terms of training, each with what makes it smaller
         more = ""
         if adapters:
             rows.append(("adapters", adapters))
@@ -238,13 +251,13 @@ class ExpertStream:
 
 
 def _trim() -> None:
-    """Returns what heap and operators keep of freed tensors."""
+    """Return to the system what the heap and our operators keep of freed tensors."""
     ops.release_memory()
     trim_heap()
 
 
 def _room(memory: Process) -> int | None:
-    """Count the bytes that the limits let this process have, without what stays free; None without limits."""
+    """Count the bytes that this process may have by the limits, less the margin; None without limits."""
     room = room_of_process(memory.now)
     return None if room is None else room - room // MARGIN
 

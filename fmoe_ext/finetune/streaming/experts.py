@@ -1,13 +1,15 @@
-"""The forward of experts whose weights are in files: brings them into buffers and computes as with any others.
+"""Compute experts whose weights are in files: get them into buffers, then compute as with any others.
 
-Three ways, by what is to be computed and what fits (Streamed._forward):
+experts_forward() of huggingface calls the Streamed that stream() gave a module. It takes one of three ways, by what is
+to be computed and what fits (Streamed._forward):
 
     few    no gradients, and fewer choices than experts: the chosen experts alone, in slots that stay for later tokens
     parts  two layers do not fit: parts of a layer, each computed while the next one is read
     whole  a layer in a buffer, while the next layers are read into the others
 
-Autograd would keep the weights for the backward, and with them the buffer. So for a whole layer it keeps their places,
-and the backward leases the buffer anew (_pack, _unpack); parts are borrowed twice (frozen/borrowed.py).
+Autograd would keep the weights for the backward, and with them the buffer. So for a whole layer hooks for saved tensors
+make it keep their places in the buffer, and the backward leases the buffer anew (_pack, _unpack); parts are borrowed
+for the forward, and once more for the backward (frozen/borrowed.py).
 """
 
 from __future__ import annotations
@@ -43,21 +45,22 @@ class Streamed:
         self.int8_activations = int8_activations
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Streamed:
-        return self
+        return self  # copies of the model share files and buffers
 
     def forward(
         self, experts: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor
     ) -> Tensor:
-        """experts_forward of huggingface; raises what Pool.whole() raises."""
+        """Compute what huggingface's experts_forward does, of the same arguments; raises what Pool.whole() raises."""
         num_experts = self.stream.pool.layers[self.index].num_experts
         is_few = not torch.is_grad_enabled() and top_k_index.numel() < num_experts
-        if self.index == 0 and not (is_few and self.stream.is_counted):  # counting takes longer than a token
+        # The first layer begins a step. For a token of generation all is counted already, and counting takes longer.
+        if self.index == 0 and not (is_few and self.stream.is_counted):
             self.stream.before_step(experts.training)
         with self.stream.pool.used():
             steps = self.stream.steps
             if steps is None:
                 return self._forward(experts, hidden_states, top_k_index, top_k_weights)
-            is_backward = is_repeated()
+            is_backward = is_repeated()  # a checkpoint repeats the forward, just before the layer's backward
             if self.index == 0 and not is_backward:
                 steps.begin()
             try:
@@ -79,9 +82,10 @@ class Streamed:
         biases = (None, None)
         if experts.has_bias:
             biases = getattr(experts, up + "_bias"), experts.down_proj_bias
-        x = hidden_states.to(self.dtype)
-        topk_weights = widen(top_k_weights, x.dtype)
-        topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)
+        x = hidden_states.to(self.dtype)  # [T, D]
+        topk_weights = widen(top_k_weights, x.dtype)  # [T, K]
+        topk_idx = top_k_index.masked_fill(top_k_index >= num_experts, -1)  # [T, K], -1 for none
+        # Few: the weights are of slots, [S, H, D], so choices, adapters and biases are put into the order of the slots.
         with pool.turn:  # until the product is done: another thread's choices would replace the slots
             few = None if experts.training else self._chosen(topk_idx)
             if few is not None:
@@ -91,13 +95,14 @@ class Streamed:
                 b1, b2 = (None if b is None else b[order] for b in biases)
                 out = compute(experts, (w1, b1, w2, b2), x, slots, topk_weights, adapters)
                 return out.to(hidden_states.dtype)
+        # Parts: the backward will ask for them by number.
         numbers = pool.parts.of_layer[self.index]
         has_graph = torch.is_grad_enabled()
         if len(numbers) > 1:
             is_training = experts.training
             graph = pool.graph() if has_graph else None
 
-            # as a default, graph lives as long as a backward may come
+            # graph is a default argument, so that it lives as long as this function: while a backward may come
             def weights_of(i: int, phase: Phase, _: Any = graph) -> Any:
                 found = pool.part(numbers[i], phase, is_training)
                 return found if has_graph else self._multiplied(found)
@@ -107,9 +112,9 @@ class Streamed:
             given = x, topk_idx, topk_weights, adapters
             rows = compute_in_parts(experts, weights_of, parts, biases, *given, is_packed)
             return rows.to(hidden_states.dtype)
+        # Whole.
         found = pool.whole(self.index, is_backward=is_repeated(), is_training=experts.training)
         w1, w2 = self._multiplied(found)
-        # autograd would keep the weights, and with them the buffer: it keeps their places in it instead
         hooks: AbstractContextManager[Any] = nullcontext()
         if has_graph and not can_be_repeated(False):  # a checkpoint drops what it keeps anyway
             unpack = functools.partial(_unpack, self, pool.graph())
@@ -123,6 +128,7 @@ class Streamed:
         layer = self.stream.pool.layers[self.index]
         if not layer.is_packed:
             return "floats"
+        # of one expert, of zeros: nothing is read
         weights = layer.weights(np.zeros(layer.num_bytes(1), np.uint8), 1)
         return str(weights[parameter == "down_proj"].format)
 
@@ -148,6 +154,7 @@ class Streamed:
         return cache.weights, cache.place[topk_idx], cache.order
 
     def _pack(self, tensor: Tensor) -> Any:
+        """Hook for tensors that autograd saves: the place of one in the buffers, any other as it is."""
         if tensor.numel() == 0 or not self.stream.pool.contains(tensor.data_ptr()):
             return tensor
         _, offset = self.stream.pool.layer_at(tensor.data_ptr())
@@ -161,6 +168,7 @@ class _Kept:
         self.values = values
 
 
+# The lease is an argument so that autograd keeps it with the hook: until the backward the layer stays one part.
 def _unpack(streamed: Streamed, _: Lease, kept: Any) -> Tensor:
     if not isinstance(kept, _Kept):
         return kept

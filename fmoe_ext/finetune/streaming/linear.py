@@ -1,8 +1,9 @@
-"""Linear layers outside of the experts: some stay packed, others take our products of 16 bits.
+"""Replace linear layers outside of the experts of a streamed model: replace_linear(), which stream() calls.
 
-A weight that a kernel can multiply as it lies stays packed (PackedLinear), so that a model of 4 bits takes 4 bits in
-memory as it does on the disk. Others are in bfloat16 or float16, for which torch takes 5 to 40 times as long on
-processors without instructions for them: there our kernels compute (SixteenBitLinear).
+PackedLinear      A weight that a kernel can multiply as it lies stays packed, so that a model of 4 bits takes 4 bits in
+                  memory as it does on the disk.
+SixteenBitLinear  The others are in bfloat16 or float16, for which torch takes 5 to 40 times as long on processors
+                  without instructions for them: there our kernels compute.
 """
 
 from __future__ import annotations
@@ -28,13 +29,14 @@ SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 class PackedLinear(nn.Linear):
     """A linear layer with a packed weight, which is frozen: the product decodes it.
 
-    packed: Quantized of one expert, in the buffers `packed`, `scale` and `zero`, which a state_dict does not have.
-    like: the layer whose place it takes, with a bias that stays. Copies share the buffers. `weight` has a shape and a
-    dtype and no values, so that a state_dict does not have it either: PEFT saves a head with its adapter.
+    packed: Quantized of one expert, in the buffers `packed`, `scale` and `zero`; copies of the layer share them.
+    like: the layer whose place it takes, with a bias that stays. Its `weight` has a shape and a dtype and no values
+    (PackedWeight). A state_dict has neither weight nor buffers: PEFT saves a head's with its adapter, and would want
+    values.
     """
 
     def __init__(self, packed: frozen.Quantized, like: nn.Linear) -> None:
-        nn.Module.__init__(self)
+        nn.Module.__init__(self)  # not nn.Linear's, which makes a weight
         self.in_features, self.out_features = like.in_features, like.out_features
         self.weight, self.bias = like.weight, like.bias
         self._packed = packed
@@ -86,12 +88,13 @@ class SixteenBitLinear(nn.Linear):
 
 
 def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:
-    """Replace linear layers whose weight is a PackedWeight, and where torch is slow at 16 bits the others.
+    """Replace linear layers whose weight is a PackedWeight; where torch is slow at 16 bits, the others too.
 
     stored: packed weights by name. int8_activations: as in Quantized.
     """
     is_slow = not fast_bfloat16()
     memory = _HugePages()
+    # a list, since modules are replaced under way
     for path, layer in list(model.named_modules()):
         if type(layer) is not nn.Linear:  # a class derived from it may compute something else
             continue
@@ -105,7 +108,7 @@ def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activ
 
 
 class _HugePages:
-    """Copies of tensors side by side in huge pages."""
+    """Copies of tensors side by side in huge pages: most weights are smaller than the 2 MiB of one page."""
 
     BLOCK = 32 << 20  # bytes that are asked for at once; a page of them is 2 MiB
 

@@ -1,4 +1,4 @@
-"""stream(): a model of Transformers whose experts stay in the files of its folder.
+"""Open a model of Transformers whose experts stay in the files of its folder: stream().
 
 1. open_model() finds the tensors; a skeleton on the meta device says what parameters the model has.
 2. Transformers' own loader fills it from a state dict of ours: placeholders without values for experts
@@ -84,6 +84,7 @@ def stream(
     huggingface.register()
     import transformers
 
+    # What may be wrong in the arguments is found before files are read.
     budget = memory_of(memory)
     if dtype not in (None, *FLOATS):
         raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}")
@@ -91,11 +92,12 @@ def stream(
         raise ValueError(
             f"optimizer_bytes must be 0 or more for each trained number, but got {optimizer_bytes!r}"
         )
+    # 1. Which tensors there are, and what becomes of each.
     files = open_model(folder, folders)
     dtype = dtype or files.dtype
     skeleton = files.skeleton()
     layers, packed, state = _plan(files, skeleton, dtype)
-    # By Transformers' own loader, so that its renaming, tying and casting apply as to any other model.
+    # 2. The model, by Transformers' own loader.
     try:
         with torch.device("cpu"):  # where the buffers are, whatever the default device
             model, found = type(skeleton).from_pretrained(
@@ -116,9 +118,10 @@ def stream(
         files.path if isinstance(folder, ModelFiles) else Path(folder)
     )
     replace_linear(model, packed, int8_activations)  # now: the loader knows layers of torch alone
-    # Buffers for experts get the memory that the model has left.
+    # 3. Buffers for experts, of the memory that the model has left.
     expert_stream = ExpertStream(model, layers, budget, optimizer_bytes)
     model.expert_stream = expert_stream
+    # 4. What computes each layer's experts.
     for index, layer in enumerate(layers):
         model.get_submodule(layer.path).streamed = Streamed(expert_stream, index, dtype, int8_activations)
     if progress:
@@ -146,6 +149,7 @@ def _plan(
     for path, of_files in weights.layers.items():
         module: Any = skeleton.get_submodule(path)
         layer = of_files.cast(dtype)
+        # the experts: a placeholder for each parameter, whose shape the files must have
         for name, shape in zip((up_of(module), "down_proj"), layer.shapes, strict=True):
             expected = tuple(getattr(module, name).shape)
             if layer.is_packed and module.is_transposed:  # packed rows are outputs, whatever the module says
@@ -161,6 +165,7 @@ def _plan(
         raise CheckpointError(
             f"{files.path}: {type(skeleton).__name__} has no experts that Transformers lets others compute"
         )
+    # all other tensors: packed where a linear layer can multiply them so, else as floats
     linear = linear_layers(skeleton)
     for name, tensor in weights.others(dtype).items():
         if name in weights.unloaded:  # else the loader would read heads, and leave them out after that

@@ -1,8 +1,9 @@
-"""Parameters that stand for weights which stay in files, or packed in memory: a shape, a dtype, no values.
+"""Stand for weights that stay in files, or packed in memory: parameters with a shape, a dtype and no values.
 
 Transformers, PEFT and the Trainer ask a parameter for its shape, dtype and device, move it, freeze it and list it. All
 that works (QUESTIONS, and SAME where nothing changes). Whatever would read or write values raises an error that says
-what to do instead, rather than compute with the one NaN that the storage holds.
+what to do instead, rather than compute with the one NaN that the storage holds: every operation of torch comes through
+__torch_function__.
 """
 
 from types import MappingProxyType
@@ -58,20 +59,23 @@ class StreamedWeight(nn.Parameter):
     )
 
     def __new__(cls, shape: tuple[int, ...], dtype: torch.dtype) -> "StreamedWeight":
+        # strides of 0: one number
         nothing = torch.full((1,), float("nan"), dtype=dtype, device="cpu").expand(shape)
         return super().__new__(cls, nothing, requires_grad=False)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        # a method has its own name; reading or setting an attribute is __get__ or __set__ of a descriptor named so
         name = getattr(func, "__name__", str(func))
         owner = getattr(getattr(func, "__self__", None), "__name__", "")
         if name == "__set__":
+            # what changes nothing: its own data, no gradient, frozen
             if args[1] is args[0] or args[1] is None or (owner == "requires_grad" and not args[1]):
                 return None
             cls._refuse(f"setting {owner}")
         if name == "__get__" and owner == "data":
-            if running_deepspeed():
+            if running_deepspeed():  # it would copy the data
                 cls._refuse(owner)
             return args[0]
         if (name == "__get__" and owner not in VALUES) or name in QUESTIONS:
@@ -81,7 +85,7 @@ class StreamedWeight(nn.Parameter):
         cls._refuse(owner if name == "__get__" else name)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "StreamedWeight":
-        return self
+        return self  # torch's would read values
 
     def __reduce_ex__(self, protocol: Any) -> NoReturn:
         self._refuse("pickling")
@@ -96,7 +100,7 @@ class StreamedWeight(nn.Parameter):
 
 
 class PackedWeight(StreamedWeight):
-    """The same for the weight of a PackedLinear, which has its bytes."""
+    """Stands for the weight of a PackedLinear, which has its bytes packed; otherwise as StreamedWeight."""
 
     reason = (
         "this weight is packed as its file has it, and is frozen. Call its layer, train adapters of PEFT on it "
@@ -110,9 +114,6 @@ def _keeps(weight: torch.Tensor, name: str, args: Any, kwargs: Any) -> bool:
         return not (*args, *kwargs.values(), True)[0]
     if name == "__getitem__":
         return args[0] is Ellipsis
-    example = torch.empty(0, dtype=weight.dtype, device="cpu")
-    return getattr(example, name)(*args, **kwargs).dtype == weight.dtype and all(
-        torch.device(value).type == "cpu"
-        for value in (*args, kwargs.get("device"))
-        if isinstance(value, (str, torch.device))
-    )
+    # by what it does to an empty tensor: a device may be a name, a number or another tensor's
+    moved = getattr(torch.empty(0, dtype=weight.dtype, device="cpu"), name)(*args, **kwargs)
+    return moved.dtype == weight.dtype and moved.device.type == "cpu"

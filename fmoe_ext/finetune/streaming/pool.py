@@ -1,12 +1,13 @@
-"""Buffers for the experts of some layers in a fixed number of bytes, read while others compute.
+"""Keep experts of a streamed model in a fixed number of bytes, and read the next ones while these compute.
 
-With memory for two layers a part is a layer. With less, a layer is cut so that PARTS parts fit. A step uses the parts
-in an order that is known beforehand:
+budget.py says how many bytes a Pool has; Streamed (experts.py) asks it for a layer's weights. With memory for two
+layers a *part* is a layer. With less, a layer is cut so that PARTS parts fit. A step uses the parts in an order that is
+known beforehand. With three layers, 2' being the backward of layer 2:
 
-    forward of layers 0 1 2, then, in training, for each layer from the last: its forward again, as a checkpoint repeats
-    it, and its backward, through its parts in reverse:  0 1 2 | 2 2' 1 1' 0 0' | 0 1 2 ...
+    training    0 1 2 | 2 2' 1 1' 0 0' | 0 1 2 ...    a checkpoint repeats the forward of a layer before its backward,
+                                                      which goes through the parts of the layer in reverse
+    generation  0 1 2 | 0 1 2 | 0 1 2 ...
 
-After generation's forward the next one follows:  0 1 2 | 0 1 2 ...
 The memory is used in one of two ways at a time:
 
 slots   For many tokens: a slot holds a part. The next parts are read while this one computes, each over the one whose
@@ -14,12 +15,13 @@ slots   For many tokens: a slot holds a part. The next parts are read while this
 caches  For few tokens without gradients: each layer has a region with slots for single experts. Which ones a token
         chooses is not known beforehand, so the least recently used gives its slot up.
 
-A use of a slot is a lease, which ends when the last tensor over its memory is gone. Threads share the buffers: nothing
-that another thread has a lease of is read over, given back or cut anew. A read waits for a buffer; a new size waits for
-a later step, and while a graph may come back to parts by their numbers, parts keep their size.
+A use of a slot is a *lease*, which ends when the last tensor over its memory is gone. Threads share the buffers: while
+another thread has a lease of a slot, the slot is not read over, freed or resized. A read waits for a free slot; a new
+size of the buffers waits for a later step, and parts keep their size while a backward may ask for them by number.
 
-Locks: `turn` is held by a thread that computes with chosen experts, and around what replaces slots; `_lock` for the
-state of slots. Finalisers run anywhere, inside of either, so they take neither (_end).
+Locks, in this order: `turn` is held while a thread computes with chosen experts, and while slots are replaced; `_lock`
+guards the state of slots; `_counting` the statistics. Finalisers run anywhere, inside of any of them, so they take none
+(_end).
 """
 
 import enum
@@ -44,7 +46,7 @@ import torch
 from fmoe_ext.checkpoint.expert_files import ALIGNED, Layer, Weights
 from fmoe_ext.finetune.streaming.reader import BLOCK, Reader
 
-PARTS = 4  # buffers, where a layer is cut: one computes while others are read
+PARTS = 4  # the fewest slots where a layer is cut: one computes while others are read
 
 
 class Phase(enum.Enum):
@@ -64,7 +66,7 @@ class Part(NamedTuple):
 
 
 class Parts:
-    """The parts of all layers, by number; size: experts of a part, 0 for all of a layer."""
+    """The parts of all layers, numbered in the order of the forward. size: experts of a part, 0 for whole layers."""
 
     def __init__(self, layers: Sequence[Layer], size: int) -> None:
         self._parts: list[Part] = []
@@ -82,21 +84,24 @@ class Parts:
         return self._parts[number]
 
     def after(self, number: int, phase: Phase, is_training: bool) -> Iterator[int]:
-        """Yield the numbers of parts in the order of their next uses, after this use of one.
+        """Yield the numbers of parts in the order in which they are used after this use of part `number`.
 
-        A backward repeats the forward of a layer, as checkpoints do, and then goes backwards through its parts.
+        A number may come several times; callers look at its first place.
         """
         layer = self._parts[number].layer
         every = range(len(self._parts))
         if phase is Phase.FORWARD:
             yield from every[number + 1 :]
+            # then the whole backward, or in generation the forward of the next token
             yield from self._by_layer_backwards(len(self.of_layer)) if is_training else every
             return
+        # the rest of this layer: its repeated forward, and its backward in reverse
         if phase is Phase.REPEATED:
             yield from range(number + 1, self.of_layer[layer].stop)
             yield from reversed(self.of_layer[layer])
         else:
             yield from range(number - 1, self.of_layer[layer].start - 1, -1)
+        # the backward of the layers before it, and the forward of the next step
         yield from self._by_layer_backwards(layer)
         yield from every
 
@@ -106,13 +111,12 @@ class Parts:
 
 
 def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
-    """Return (experts of a part, 0 for all of a layer; number of buffers); ValueError for too few bytes.
-
-    Parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
-    """
+    """Return (experts of a part, 0 for all of a layer; number of buffers); ValueError for too few bytes."""
     whole = bytes_of_experts(layers)
+    # two whole layers: one computes while the next is read
     if num_bytes >= whole * min(2, len(layers)):
         return 0, min(num_bytes // whole, len(layers))
+    # parts together take the memory of one layer at most: more hides no more reads, and activations need the rest
     num_bytes = min(num_bytes, whole)
     size = max(layer.num_experts for layer in layers)
     while size and num_bytes // bytes_of_experts(layers, size) < PARTS:
@@ -123,8 +127,8 @@ def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
 
 
 def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
-    """Count the bytes of a buffer for some experts of any of the layers, by default for all of them."""
-    step = ALIGNED if count else BLOCK
+    """Count the bytes of a buffer that holds `count` experts (0: all) of whichever layer is largest."""
+    step = ALIGNED if count else BLOCK  # a whole layer begins where O_DIRECT may write
     sizes = (layer.num_bytes(min(count or layer.num_experts, layer.num_experts)) for layer in layers)
     return -(-max(sizes) // step) * step
 
@@ -155,12 +159,12 @@ class Statistics:
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
-# Seconds without a lease that ends, after which those of other threads count as kept by autograd.
+# Seconds in which no lease ends, after which the leases of other threads, too, count as kept by autograd.
 PATIENCE = 60.0
 
 
 class Lease:
-    """A thread's use of a buffer that has not ended, or a graph whose backward will read the same parts again."""
+    """A thread's use of a slot, alive as long as tensors are over its memory; or a graph whose backward reads parts."""
 
     def __init__(self) -> None:
         self.thread = get_ident()
@@ -190,12 +194,12 @@ class _Cache:
         self._free = list(range(num_slots))
 
     def make_room(self, experts: Sequence[int]) -> tuple[list[int], list[int]]:
-        """(experts that have to be read, slots for them); marks the others as used.
+        """Free slots for experts that are not there -> (the experts to read, slots for them).
 
-        The slots have no expert until put(), so that a read that fails leaves none in a slot of another one.
+        The slots hold no expert until put(), so that a read that fails leaves no slot with the weights of another one.
         """
         missing = [e for e in experts if e not in self._slots]
-        for e in experts:
+        for e in experts:  # first, or the loop below might free the slot of one that is needed now
             if e in self._slots:
                 self._slots.move_to_end(e)
         while len(self._free) < len(missing):
@@ -205,7 +209,7 @@ class _Cache:
         return missing, self._free[: len(missing)]
 
     def put(self, experts: Sequence[int], slots: Sequence[int]) -> None:
-        """Notes experts that were read into slots."""
+        """Note experts that were read into slots."""
         for expert, slot in zip(experts, slots, strict=True):
             self._free.remove(slot)
             self._slots[expert] = slot
@@ -213,9 +217,9 @@ class _Cache:
 
 
 class Pool:
-    """Memory for experts of layers. num_bytes: of all buffers together; through_cache: of Reader.
+    """The buffers of all layers. num_bytes: of all together; through_cache: of Reader.
 
-    Raises ValueError if it does not hold PARTS experts of the largest layer.
+    Raises ValueError if num_bytes do not hold PARTS experts of the largest layer.
     """
 
     def __init__(self, layers: Sequence[Layer], num_bytes: int, through_cache: bool = False) -> None:
@@ -223,21 +227,23 @@ class Pool:
         self.statistics = Statistics()
         self._counting = Lock()  # for the statistics, which threads change that hold different locks
         self._num_bytes = 0
+        # one block for all that may come: resize() and the two ways of use cut it anew, and free its pages by madvise
         self._memory = in_huge_pages(min(num_bytes, self.layer_bytes * len(layers)) // BLOCK * BLOCK)
         self._bytes = np.frombuffer(self._memory, dtype=np.uint8)
         self.address = int(self._bytes.ctypes.data)
         paths = {span.path for layer in layers for span in layer.every_span()}
         self._reader = Reader(paths, through_cache)
+        # one part at a time, in the order of their use
         self._ahead = ThreadPoolExecutor(1, "fmoe_ext read ahead")
         self._lock = Lock()
         self.turn = RLock()  # held while chosen experts are computed with, which other reads would replace
-        self._inside: Counter[int] = Counter()  # {thread: its calls that compute now}
-        self._graphs: weakref.WeakSet[Lease] = weakref.WeakSet()
-        # A queue for each thread that waits for a buffer, which gets an entry when a lease ends. _end() takes no lock.
+        self._inside: Counter[int] = Counter()  # {thread: how many of its calls are inside used()}
+        self._graphs: weakref.WeakSet[Lease] = weakref.WeakSet()  # given by graph(), while their graphs live
+        # one for each thread that waits for a slot; gets an entry whenever a lease ends
         self._waiting: list[SimpleQueue[None]] = []
-        self._slots: list[_Slot] = []
+        self._slots: list[_Slot] = []  # empty while the memory is used by caches, or given back
         self._size = 0  # experts of a part, 0 for all of a layer
-        self._caches: list[_Cache] = []
+        self._caches: list[_Cache] = []  # one a layer; empty while slots have the memory
         self._described: dict[int, Weights] = {}  # of layers that were read, while all have a buffer
         self.resize(num_bytes)
         weakref.finalize(self, self._ahead.shutdown, wait=False)
@@ -264,7 +270,7 @@ class Pool:
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """The buffers keep their sizes and contents for this thread inside the block, where it takes no lease."""
+        """Keep the sizes and contents of the buffers as they are inside the block, also where it takes no lease."""
         thread = get_ident()
         with self._lock:
             self._inside[thread] += 1
@@ -284,7 +290,7 @@ class Pool:
         return lease
 
     def _leases(self, size: int) -> list[Lease]:
-        """List the leases under which the buffers may not become fewer, nor get parts of another size."""
+        """List the leases that forbid parts of another size, and fewer buffers."""
         held = [lease for slot in self._slots for lease in tuple(slot.leases)]
         return held if size == self._size else [*held, *self._graphs]
 
@@ -298,13 +304,15 @@ class Pool:
             return not self._leases(after[0])
 
     def resize(self, num_bytes: int) -> None:
-        """Makes the buffers smaller, or as large as they were; they are read again unless their number stays.
+        """Give the buffers another number of bytes, at most that of the start; what they hold is dropped.
 
-        Does nothing while other threads compute with them: a later step asks again.
+        Does nothing while other threads compute with them: a later step asks again. Raises RuntimeError between a
+        forward and its backward.
         """
         num_bytes = min(num_bytes, self._bytes.size)
         plan = plan_buffers(self.layers, num_bytes)
         with self.turn, self._lock:
+            # the same slots: nothing has to be read again
             if self._slots and plan == plan_buffers(self.layers, self._num_bytes):
                 self._num_bytes = num_bytes
                 return
@@ -313,7 +321,7 @@ class Pool:
                 return
             self._settle()
             if held:
-                gc.collect()  # graphs that nobody reaches any more
+                gc.collect()  # graphs that nobody reaches any more still hold leases
             if self._leases(plan[0]):
                 raise RuntimeError("buffers of experts cannot shrink between a forward and its backward")
             self._num_bytes = num_bytes
@@ -323,19 +331,21 @@ class Pool:
             self._forget()
 
     def forget(self) -> None:
-        """Gives the memory of the buffers back until they are read again; not while tensors use it."""
+        """Give the memory of the buffers back until they are read again; do nothing while tensors use it."""
         with self.turn, self._lock:
             self._settle()
             if not self._inside and not self._leases(self._size):
                 self._forget()
 
     def whole(self, index: int, *, is_backward: bool, is_training: bool) -> Weights:
-        """Read a layer of one part; its buffer is free again when the last tensor of the weights is gone.
+        """Return the weights of a layer that is one part, reading it if need be.
 
-        Raises RuntimeError if tensors that autograd keeps have all buffers.
+        Its slot is free again when the last tensor over the weights is gone. Raises RuntimeError if tensors that
+        autograd keeps have all slots.
         """
         layer = self.layers[index]
-        # Nothing outlives the call and nothing gives way, so generation needs no lease for each layer of each token.
+        # Every layer has its slot for good, and no graph outlives the call: generation needs no lease, and makes the
+        # tensors of a layer once, not for each token.
         is_short = self.holds_all and not torch.is_grad_enabled()
         if is_short and index in self._described:
             return self._described[index]
@@ -348,25 +358,27 @@ class Pool:
         return weights
 
     def part(self, number: int, phase: Phase, is_training: bool) -> Weights:
-        """Read a part, as whole() reads a layer."""
-        part = self.parts[number]  # parts of one layer differ in size where its experts are no multiple
+        """Return the weights of a part, as whole() does for a layer."""
+        part = self.parts[number]  # the last part of a layer may have fewer experts
         return self.layers[part.layer].weights(self._lease(number, phase, is_training), part.end - part.begin)
 
     def again(
         self, index: int, offset: int, dtype: torch.dtype, shape: tuple[int, ...], stride: tuple[int, ...]
     ) -> torch.Tensor:
-        """Read a layer of one part in a backward -> a tensor of its weights, by its place in the buffer."""
+        """Return one tensor of a layer's weights in a backward, by its place in the layer's buffer (layer_at)."""
         buffer = torch.from_numpy(self._lease(self.parts.of_layer[index].start, Phase.BACKWARD, True))
+        # view() wants whole elements: the buffer ends where a page does
         values = buffer[: buffer.numel() // dtype.itemsize * dtype.itemsize].view(dtype)
         return values.as_strided(shape, stride, offset // dtype.itemsize)
 
     def _lease(self, number: int, phase: Phase, is_training: bool) -> "np.ndarray[Any, Any]":
-        """Lease a buffer that has a part, reading it if none has."""
-        # {part: distance}, by which Belady's rule chooses the buffer to read over
+        """Lease the slot of a part -> its bytes, whose end of life ends the lease; read the part if no slot has it."""
+        # {part: distance}, by which Belady's rule chooses the slot to read over
         next_use: dict[int, int] = {}
         for distance, part in enumerate(self.parts.after(number, phase, is_training)):
             next_use.setdefault(part, distance)
-        # The lease is taken under the lock that finds the buffer, or another thread might read over it.
+        # Find a slot, or wait for one. The lease is taken under the lock that finds it, or another thread might read
+        # over it.
         lease, slot = Lease(), None
         while slot is None:
             released: SimpleQueue[None] = SimpleQueue()
@@ -385,6 +397,7 @@ class Pool:
                     self._waiting.append(released)
             if slot is None:
                 self._wait(released)
+        # Wait for the read, without the lock: other threads go on.
         assert done is not None
         begun = time.perf_counter()
         try:
@@ -392,11 +405,13 @@ class Pool:
         except BaseException:
             self._end(slot, lease)
             with self._lock:
-                # not done: Ctrl-C ended the wait, and the read goes on; another: a thread has begun it again
+                # A failed read leaves an empty slot. Not done(): Ctrl-C ended the wait, and the read goes on. Another
+                # `done`: a thread has begun the read again.
                 if done.done() and slot.done is done:
                     slot.part = slot.done = None
             raise
         self.count(waited_seconds=time.perf_counter() - begun)
+        # Begin the next reads, then hand the slot out: a fresh view, so that its finaliser is this lease's.
         with self._lock:
             self._note_buffers(len(self._slots) * self._slot_bytes)
             self._read_ahead(number, next_use)
@@ -405,18 +420,20 @@ class Pool:
         return buffer
 
     def _end(self, slot: _Slot, lease: Lease) -> None:
-        """End a lease, wherever the garbage collector runs: it takes no lock."""
+        """End a lease. A finaliser, which runs wherever the garbage collector does: it takes no lock."""
         slot.leases.discard(lease)
         for waiting in tuple(self._waiting):
-            waiting.put(None)
+            waiting.put(None)  # of SimpleQueue, whose put() may interrupt itself
 
     def _wait(self, released: SimpleQueue[None]) -> None:
         """Wait until a lease ends; RuntimeError if none does, because autograd keeps the weights."""
         try:
             with self._lock:
                 others = any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases))
+                # a lease ended before `released` was in the list
                 free = any(not slot.leases for slot in self._slots)
             if not free:
+                # this thread's own leases cannot end while it waits
                 released.get(timeout=PATIENCE if others else 0)
         except Empty:
             raise RuntimeError(
@@ -429,16 +446,17 @@ class Pool:
             self._waiting.remove(released)
 
     def chosen(self, index: int, experts: Sequence[int]) -> _Cache | None:
-        """Read experts into the cache of their layer, where they are until the next call: the caller holds the turn.
+        """Read experts into the cache of their layer, where they stay until the next call; the caller holds `turn`.
 
-        None if its slots are too few, or buffers of whole layers are in use. Raises CheckpointError.
+        None if its slots are too few, or tensors are over the slots of parts. Raises CheckpointError.
         """
         layer = self.layers[index]
+        # Make the caches, over the memory of the slots.
         with self._lock:
             if not self._caches:
                 if any(slot.leases for slot in self._slots):
                     return None
-                # a region for each layer, with the experts of any layer that fit into it as slots
+                # equal regions, all of as many slots: what fits for every layer, at most the experts of the smallest
                 region = self._num_bytes // len(self.layers) // ALIGNED * ALIGNED
                 count = min(other.num_experts for other in self.layers)
                 while count and any(other.num_bytes(count) > region for other in self.layers):
@@ -455,6 +473,7 @@ class Pool:
                 self._note_buffers(begins[-1] + self._caches[-1].buffer.size)
             if len(experts) > min(cache.num_slots for cache in self._caches):
                 return None
+        # Read what is missing. Nothing else computes meanwhile: a token waits for its experts.
         cache = self._caches[index]
         missing, slots = cache.make_room(experts)
         self.count(hits=len(experts) - len(missing), misses=len(missing))
@@ -484,7 +503,7 @@ class Pool:
         return self.parts[slot.part].layer, offset - slot.begin
 
     def count(self, **amounts: float) -> None:
-        """Adds to the counters of these names in the statistics."""
+        """Add to the counters of these names in the statistics."""
         with self._counting:
             for name, amount in amounts.items():
                 setattr(self.statistics, name, getattr(self.statistics, name) + amount)
@@ -495,11 +514,11 @@ class Pool:
 
     def _forget(self) -> None:
         self._slots, self._caches, self._described = [], [], {}
-        if hasattr(mmap, "MADV_DONTNEED"):
+        if hasattr(mmap, "MADV_DONTNEED"):  # the pages go back to the system, the addresses stay ours
             self._memory.madvise(mmap.MADV_DONTNEED)
 
     def _settle(self) -> None:
-        """Waits for reads that are under way."""
+        """Wait for reads that are under way; they take no lock but `_counting`, so the caller may hold the others."""
         for slot in self._slots:
             if slot.done is not None:
                 slot.done.exception()
@@ -508,26 +527,28 @@ class Pool:
         return next((slot for slot in self._slots if slot.part == number), None)
 
     def _victim(self, next_use: dict[int, int]) -> _Slot | None:
-        """Choose the buffer to read a part into: an empty one, or the one used last; None if all are leased."""
+        """Choose the slot to read a part into: an empty one, or the one used again last; None if all are leased."""
         for _ in range(3):  # now, after the reads under way, and after the garbage collector has run
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
             if free:
                 return max(free, key=lambda s: _when(s, next_use))
             busy = [s for s in self._slots if not s.leases and s.done is not None]
             if busy:
-                busy[0].done.exception()  # type: ignore[union-attr]
+                busy[0].done.exception()  # type: ignore[union-attr]  # waits for the read
                 continue
             if any(lease.thread != get_ident() for s in self._slots for lease in tuple(s.leases)):
                 return None  # it will end
-            gc.collect()
+            gc.collect()  # graphs that nobody reaches any more still hold leases
         return None
 
     def _begin_read(self, number: int, slot: _Slot) -> _Slot:
+        """Give a slot to a part, and queue its read."""
         slot.part = number
         slot.done = self._ahead.submit(self._read_part, number, slot.begin)
         return slot
 
     def _read_part(self, number: int, begin: int) -> None:
+        """Read a part into the slot at a byte of the memory; in the thread that reads ahead."""
         begun = time.perf_counter()
         index, first, end = self.parts[number]
         experts = range(first, end)
@@ -544,8 +565,8 @@ class Pool:
         )
 
     def _read_ahead(self, number: int, next_use: dict[int, int]) -> None:
-        """Begins to read the next parts that are not there, unless they would take the place of an earlier one."""
-        for part in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:
+        """Begin to read the next parts that are not there, unless they would take the place of an earlier one."""
+        for part in sorted(next_use, key=next_use.__getitem__)[: len(self._slots)]:  # no more of them fit
             if part == number or self._find(part) is not None:
                 continue
             free = [s for s in self._slots if not s.leases and (s.done is None or s.done.done())]
@@ -556,10 +577,10 @@ class Pool:
 
 
 def in_huge_pages(num_bytes: int) -> mmap.mmap:
-    """Allocate memory in pages of 2 MiB, where the system has them: with small ones a token takes longer."""
+    """Allocate memory in pages of 2 MiB, where the system has them: weights are read from them up to twice as fast."""
     memory = mmap.mmap(-1, num_bytes, **_PRIVATE)
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        with suppress(OSError):  # a hint
+        with suppress(OSError):  # a kernel without huge pages refuses; small ones do
             memory.madvise(mmap.MADV_HUGEPAGE)
     return memory
 
@@ -570,7 +591,7 @@ _PRIVATE: Mapping[str, Any] = MappingProxyType(
 
 
 def _when(slot: _Slot, next_use: dict[int, int]) -> float:
-    """Measure the distance to a buffer's next use: empty ones are furthest, then parts that no use is known of."""
+    """Measure the distance to a slot's next use: empty ones are furthest, then parts of which no use is known."""
     if slot.part is None:
         return float("inf")
     return next_use.get(slot.part, 1e9)

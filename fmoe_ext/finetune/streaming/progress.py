@@ -1,4 +1,4 @@
-"""Report how far a step through the layers of a stream is: rate and time left, by layers that are done."""
+"""Report how far a step through the layers of a stream is, tokens per second and time left: stream(progress=)."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def print_progress(progress: Progress) -> None:
 
 
 class Steps:
-    """Counts the layers of steps for a listener; a layer 0 that is no repetition begins a step."""
+    """Counts the layers of a step for a listener. Streamed.forward calls begin() before its first layer."""
 
     def __init__(self, num_layers: int, listener: Listener) -> None:
         self._num_layers, self._listener = num_layers, listener
@@ -51,7 +51,8 @@ class Steps:
         self._done = 0
 
     def after(self, index: int, tokens: int, *, is_backward: bool, is_training: bool) -> None:
-        """Note a layer whose experts were computed."""
+        """Note that the experts of layer `index` were computed."""
+        # the backward goes from the last layer (num_layers + 1 done) to the first (2 * num_layers)
         self._done = 2 * self._num_layers - index if is_backward else index + 1
         total = self._num_layers * (2 if is_training else 1)
         self._listener(Progress(self._done, total, time.monotonic() - self._begun, tokens))

@@ -1,10 +1,13 @@
-"""Reads spans of files into memory, through the page cache or past it.
+"""Read spans of files into memory: how the Pool of a streamed model gets experts from the disk.
 
-A memory cgroup charges the pages that the system caches for a process. O_DIRECT avoids them. File systems without it
-are read through the cache, and each range is dropped from there after it was copied. Where memory is left for all
-spans, the cache keeps them: the second read of a span is a copy.
+Three ways past or through the system's page cache, whose pages a memory cgroup charges to the process:
 
-Spans of neighbouring experts lie side by side, so they are joined to reads of CHUNK bytes, gaps included, which two
+    through_cache   where memory is left for all spans: the cache keeps them, and the second read of a span is a copy
+    O_DIRECT        else; it wants offsets, lengths and addresses in multiples of BLOCK, so that a read goes into an
+                    aligned buffer ("bounce") first, and its spans are copied from there
+    neither         file systems without O_DIRECT: through the cache, and each range is dropped from it after the copy
+
+Spans of neighbouring experts lie side by side, so they are joined to reads of CHUNK bytes, gaps included, which THREADS
 threads take in turn. Spans whose bytes have to be transformed (Span.turn) go through memory of RAW bytes first.
 """
 
@@ -24,8 +27,8 @@ from fmoe_ext.checkpoint.expert_files import ALIGNED, Span
 
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
-MAX_GAP = 16 * 2**10  # a gap of this many bytes between two spans is read rather than skipped
-RAW = 64 * 2**20  # bytes that wait in memory to be transformed
+MAX_GAP = 16 * 2**10  # gaps between two spans up to this many bytes are read rather than skipped
+RAW = 64 * 2**20  # bytes that are read at once to be transformed
 THREADS = 2
 
 
@@ -65,13 +68,15 @@ class Reader:
             self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fill the places of spans in `into` [num_bytes] uint8, turned where they say so -> bytes that were read.
+        """Fill the places of spans in `into` [num_bytes] uint8, transformed where they say so -> bytes that were read.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """
         num_bytes = self._fetch([span for span in spans if span.turn is None], into)
+        # To transform: all sources of a group into `raw`, then from there to their places in `into`.
         for group in _groups([span for span in spans if span.turn is not None]):
-            moved: dict[Source, Span] = {}  # each once: codes and scales may be of the same bytes
+            # its place in raw; each once, as codes and scales may be of the same bytes
+            moved: dict[Source, Span] = {}
             end = 0
             for source in (part[:3] for span in group for part in (span, *span.beside)):
                 if source not in moved:
@@ -92,7 +97,7 @@ class Reader:
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
     def _all(self, function: Callable[..., None], *arguments: Sequence[Any]) -> None:
-        """Call a function in the threads; none of them writes any more when this ends, by an error or Ctrl-C too."""
+        """Call a function in the threads. When this ends, also by an error or Ctrl-C, none of them writes any more."""
         calls = [self._threads.submit(function, *given) for given in zip(*arguments, strict=True)]
         try:
             for call in calls:
@@ -114,22 +119,25 @@ class Reader:
             self._handles[path] = _Open(handle, bool(direct), os.fstat(handle).st_mtime_ns)
 
     def _read(self, into: "np.ndarray[Any, Any]", chunks: Sequence[_Chunk]) -> None:
+        """Read chunks into the places of their spans; in one of the threads."""
+        # a chunk grows by less than a block at either end when it is aligned; through the cache nothing bounces
         bounce = aligned_memory(BLOCK if self.through_cache else CHUNK + 2 * BLOCK)
         for chunk in chunks:
             handle, is_direct, changed = self._handles[chunk.path]
+            # before each read, since a file may be written over in place while it is open
             now = os.fstat(handle)
             if (missing := chunk.end - now.st_size) > 0:
                 raise CheckpointError(f"{chunk.path} is damaged: it ends {missing} bytes too early")
             if now.st_mtime_ns != changed:
                 raise CheckpointError(f"{chunk.path} was changed while it is streamed: call stream() again")
-            if self.through_cache:
+            if self.through_cache:  # a span at a time, without the gaps, into its place
                 for span in chunk.spans:
                     place = into[span.at : span.at + span.num_bytes]
                     _fill(handle, chunk, place, span.begin, span.num_bytes)
                 continue
             begin = chunk.begin // BLOCK * BLOCK if is_direct else chunk.begin
             size = chunk.end - begin
-            wanted = -(-size // BLOCK) * BLOCK if is_direct else size
+            wanted = -(-size // BLOCK) * BLOCK if is_direct else size  # may reach behind the end of the file
             _fill(handle, chunk, bounce[:wanted], begin, size)
             for span in chunk.spans:
                 first = span.begin - begin
@@ -139,11 +147,12 @@ class Reader:
 
 
 def aligned_memory(num_bytes: int) -> "np.ndarray[Any, Any]":
-    """Allocate uint8 [num_bytes] at the begin of a page, as O_DIRECT wants it."""
+    """Allocate uint8 [num_bytes] at the beginning of a page, as O_DIRECT wants it."""
     return np.frombuffer(mmap(-1, num_bytes), dtype=np.uint8)
 
 
 def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, size: int) -> None:
+    """Read into `into` until `size` bytes are there: fewer than it has room for, where O_DIRECT wants whole blocks."""
     done = 0
     while done < size:  # preadv may return less than it was asked for
         try:
@@ -158,7 +167,7 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
 def _turn(
     into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[Source, Span], span: Span
 ) -> None:
-    """Transform a span and those beside it, which lie in `raw` where `moved` says, into its place."""
+    """Transform a span, with those that its transformation needs beside it, from `raw` into its place in `into`."""
     assert span.turn is not None
     lie = (moved[part[:3]] for part in (span, *span.beside))
     turned = span.turn(*(raw[m.at : m.at + m.num_bytes] for m in lie)).reshape(-1).view(np.uint8)
@@ -166,10 +175,10 @@ def _turn(
 
 
 def _groups(spans: Sequence[Span]) -> Iterator[list[Span]]:
-    """Group spans in the order of the files, as many together as fit into RAW bytes."""
+    """Group spans in the order of the files, as many together as fit into RAW bytes; a longer span is alone."""
     group: list[Span] = []
     size = 0
-    for span in sorted(spans, key=lambda span: span[:2]):
+    for span in sorted(spans, key=lambda span: span[:2]):  # by file and begin
         num_bytes = sum(part.num_bytes for part in (span, *span.beside))
         if group and size + num_bytes > RAW:
             yield group
@@ -188,9 +197,9 @@ def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
         while left:
             if current is not None and (
                 current.path != span.path
-                or begin < current.begin
+                or begin < current.begin  # of the same bytes as an earlier span, which has been split
                 or begin - current.end > MAX_GAP
-                or max(begin, current.end) - current.begin >= CHUNK
+                or max(begin, current.end) - current.begin >= CHUNK  # full
             ):
                 yield current
                 current = None

@@ -1,4 +1,4 @@
-"""Megatron-core, 0.15 and newer: MoE layers that replace a model's MLPs, or stand in its layer specification.
+"""Give Megatron-core, 0.15 and newer, our MoE layers: in its layer specification, or in place of a model's MLPs.
 
 Megatron builds a model from a specification, a tree that names a module for each part of a layer. with_experts()
 copies the tree with our layer where MoELayer stood, and Megatron builds ours with its config and process groups

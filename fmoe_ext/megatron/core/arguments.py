@@ -1,4 +1,4 @@
-"""Arguments of FMoETransformerMLP from TransformerConfig and Megatron's process groups."""
+"""Make the arguments of FMoETransformerMLP from a TransformerConfig and Megatron's process groups."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ def process_groups(pg_collection: Any = None) -> Any:
     from megatron.core import parallel_state
     from megatron.core.process_groups_config import ProcessGroupCollection
 
+    # a collection that the user made may lack some of them
     if pg_collection is not None and all(getattr(pg_collection, name, None) for name in GROUPS):
         return pg_collection
     if not parallel_state.model_parallel_is_initialized():
@@ -64,6 +65,7 @@ def activation_of(config: Any) -> str | Callable[..., Any]:
         activation = "gelu_tanh"  # Megatron's fused kernels compute this one
     if not config.gated_linear_unit:
         return activation
+    # gated: one of our fused activations where it is the same, else Megatron's function between the products
     limit, offset = config.activation_func_clamp_value, config.glu_linear_offset
     if isinstance(activation, str) and activation in GATED and limit is None and offset == 0:
         return GATED[activation]

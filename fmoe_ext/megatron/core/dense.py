@@ -1,4 +1,4 @@
-"""The dense MLPs of Megatron-core's layers, for fmoefy."""
+"""Find the dense MLPs of Megatron-core's layers for fmoefy, which replaces them (models/target.py)."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ LOOKED_FOR = (
 
 def find(model: nn.Module, options: Options) -> list[Target]:
     """Find the MLPs of Megatron-core's layers; all tensor-parallel ranks call it together."""
+    # Inside wrappers, as Float16Module.
     prefix = ""
     while isinstance(getattr(model, "module", None), nn.Module):
         if type(model).__module__.startswith("megatron.core.distributed"):
@@ -31,7 +32,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
             )
         model, prefix = model.module, prefix + "module."  # type: ignore[assignment]  # torch: Tensor | Module
     megatron = sys.modules.get("megatron.core.transformer.transformer_layer")
-    if megatron is None:
+    if megatron is None:  # nothing imported it, so that no layer of it can be there
         return []
     found = []
     for stack in ("encoder", "decoder"):
@@ -45,6 +46,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
 
 
 def _target(path: str, layer: Any, options: Options) -> Target:
+    """Read the MLP of a layer, which Megatron's own options describe; ValueError for what would be lost."""
     config, mlp = layer.config, layer.mlp
     check_options(config, own_gate=options.gate is not None, fills_dense=True)
     groups = process_groups(getattr(layer, "pg_collection", None))
@@ -68,6 +70,7 @@ def _target(path: str, layer: Any, options: Options) -> Target:
     if options.gate is None:
         moe_kwargs |= gate_arguments(config)
     parameters = (mlp.linear_fc1.weight, mlp.linear_fc1.bias, mlp.linear_fc2.weight, mlp.linear_fc2.bias)
+    # Transformer Engine has empty tensors for biases that are not there
     w1, b1, w2, b2 = (None if p is None or not p.numel() else p.detach() for p in parameters)
     activation = activation_of(config) if options.activation is None else options.activation
     dense = DenseMLP(config.hidden_size, config.ffn_hidden_size, activation, w1, b1, w2, b2)

@@ -1,9 +1,13 @@
-"""Megatron-core's expert tensor parallelism: each rank of a group has some hidden units of every expert here.
+"""Split each expert's hidden units over the ranks of a group: Megatron-core's expert tensor parallelism.
 
-An MLP's hidden units are independent of each other, so that its result is a sum over them. Each rank gets the rows
-of all ranks of the group, computes its units' part of each expert's result, and the parts are summed and sent back;
-the bias behind the sum is added once. A gated activation has its gate's rows before up's in one weight: a rank has a
-part of either half, and a checkpoint stores the halves as shards of their own, so that any number of ranks loads it.
+An MLP's hidden units are independent of each other, so that its result is a sum over them:
+
+    y = W2 act(W1 x) = sum over ranks r of  W2[:, r] act(W1[r] x)
+
+Each rank gets the rows of all ranks of the group, computes its units' part of each expert's result, and the parts are
+summed and sent back; the bias behind the sum is added once. A gated activation has its gate's rows before up's in one
+weight: a rank has a part of either half, and a checkpoint stores the halves as shards of their own, so that any number
+of ranks loads it.
 """
 
 from __future__ import annotations
@@ -66,13 +70,14 @@ class WidthShardedMLP(FMoETransformerMLP):
 
     def whole_like(self, part: Tensor, name: str) -> Tensor:
         """Make an empty tensor for one whole expert's parameter; this rank has only part of it."""
+        # the axis counts the dimension of experts, which part lacks
         shape, axis = list(part.shape), _WIDTH_AXES[name]
         if self.width is not None and axis is not None:
             shape[axis - 1] *= self.width.size
         return part.new_empty(shape)
 
     def part_of(self, whole: Tensor, name: str) -> Tensor:
-        """This rank's part of one whole expert's parameter (without the dimension of experts)."""
+        """Return this rank's part of one whole expert's parameter (without the dimension of experts)."""
         axis = _WIDTH_AXES[name]
         if self.width is None or axis is None:
             return whole
@@ -113,6 +118,7 @@ class FusedByWidth(Fused):
             raise RuntimeError(
                 "experts over expert-tensor-parallel ranks take no hooks, adapters or wrappers on htoh4 and h4toh"
             )
+        # Rows of all ranks, padded to the same number; padding chooses no expert (-1).
         assert isinstance(x, Tensor)
         most = width.most_rows(x)
         (w1, b1, w2, b2), *main_grads = self._weights(end) or (experts.weights, experts.main_grads)
@@ -126,10 +132,11 @@ class FusedByWidth(Fused):
 def sharded_parts(
     moe: FMoETransformerMLP, key: str, name: str, p: Tensor, offsets: tuple[Any, ...], groups: Any
 ) -> Any:
-    """Shards of a parameter of the experts for dist_checkpointing: the whole [E, H, D] of all ranks, in any layout."""
+    """Make the shards of an experts' parameter for dist_checkpointing, as parts of the whole [E, H, D] of all ranks."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
+    # offsets: of the layer in a stack of layers, an axis in front each
     layer_axes = len(offsets)
     by_expert = (layer_axes, groups.ep.rank(), groups.ep.size())
     rank, size = groups.expt_tp.rank(), groups.expt_tp.size()
@@ -139,9 +146,11 @@ def sharded_parts(
             key, part, *offsets, by_expert, *places, replica_id=replica_id, prepend_axis_num=layer_axes
         )
 
+    # Whole on this rank: cut by experts alone.
     axis = None if size == 1 else _WIDTH_AXES[name]
     if axis is None:
         return shard(key, p, (0, rank, groups.expt_dp.rank()))
+    # By width too; with two halves, of 2 * size places gate's are the first and up's the last `size`.
     halves, replica_id = _num_halves(moe, name), (0, 0, groups.expt_dp.rank())
     if halves == 1:
         return shard(key, p, replica_id, (layer_axes + axis, rank, size))

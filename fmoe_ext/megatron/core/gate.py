@@ -1,9 +1,15 @@
-"""Build the gate that a TransformerConfig describes; it replaces Megatron's TopKRouter.
+"""Build the gate that a TransformerConfig describes, in place of Megatron's TopKRouter: gate_arguments().
 
-The gates are those of fmoe_ext.gates, and answer to the names by which Megatron's training loop knows its router:
-finalize_model_grads moves biases and quantiles and resets running loads, and RouterReplay records and gives choices,
-in Megatron's order of tokens [s, b] with padding. Ours see [b, s] where a loss is of each sequence, and no padding;
-select() turns one order into the other.
+The gates are those of fmoe_ext.gates, each with FromConfig in front, and answer to the names by which Megatron's
+training loop knows its router:
+
+    finalize_model_grads   moves biases (expert_bias) and quantiles (qb_beta, ...) and resets running loads
+                           (reset_global_aux_loss_tracker)
+    RouterReplay           records and gives choices (router_replay), in Megatron's order of tokens [s, b] with padding;
+                           ours see [b, s] where a loss is of each sequence, and no padding: select() turns one order
+                           into the other
+
+s: positions of a sequence, b: sequences.
 """
 
 from __future__ import annotations
@@ -54,19 +60,22 @@ class FromConfig(ScoredGate):
         return topk_idx, topk_weights.to(dtype), *logits
 
     def select(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """As the gate's own; with moe_enable_routing_replay, Megatron's RouterReplay records or gives the choices."""
+        """Choose as the gate does; with moe_enable_routing_replay, RouterReplay records or gives the choices."""
         action, replay = self._replay_action, self.router_replay
         by_sequence = "sequence" in self.balance_losses
-        if action == "replay_backward":  # also by a repeated forward, which chooses what its original chose
+        # Take the entry off the list also where the tape decides: a repeated forward chooses what its original chose,
+        # but set_replay_data has put an entry there for it.
+        if action == "replay_backward":
             played = replay.replay_backward_list.pop(0)
         if action is None or self.tape is not None:
             return super().select(logits)
+        # Record: of every token, padding too, in Megatron's order [s, b].
         if action == "record":
             topk_idx, topk_weights = super().select(logits)
-            # of every token, padding too, as of [s, b]: the layer may give the gate [b, s]
             every: Tensor = current_batch().put_back(topk_idx)
             replay.record_indices(_swapped(every, (-1, self.seq_len)) if by_sequence else every)
             return topk_idx, topk_weights
+        # Replay: the choices of our tokens in our order, given to the gate as those of a forward that is repeated.
         if action == "replay_forward":
             played = replay.target_topk_idx
         if played is None:
@@ -84,18 +93,19 @@ class FromConfig(ScoredGate):
 
     @property
     def _replay_action(self) -> str | None:
+        """Return "record", "replay_forward" or "replay_backward"; None without a RouterReplay that acts."""
         action = getattr(self.router_replay, "router_replay_action", None)
         return None if action is None else action.value
 
     def draw_logits(self, logits: Tensor) -> Tensor:
-        """From the generator of Megatron that differs on every expert-parallel rank, as RandomSTE does."""
+        """Draw from the generator of Megatron that differs on every expert-parallel rank, as its RandomSTE does."""
         from megatron.core.tensor_parallel import get_cuda_rng_tracker, get_expert_parallel_rng_tracker_name
 
         with get_cuda_rng_tracker().fork(get_expert_parallel_rng_tracker_name()):
             return super().draw_logits(logits)
 
     def reset_global_aux_loss_tracker(self) -> None:
-        """Called by finalize_model_grads, by its name in TopKRouter."""
+        """Reset running loads; finalize_model_grads calls it by its name in TopKRouter."""
         if "running" in self.balance_losses:
             self.reset_running_load()
 
@@ -112,17 +122,17 @@ class MegatronQuantileGate(FromConfig, QuantileGate):
 
     @property
     def qb_beta(self) -> Tensor:
-        """quantile_bias, which Megatron writes."""
+        """Return quantile_bias, which Megatron writes."""
         return self.quantile_bias
 
     @property
     def qb_beta_accum(self) -> Tensor:
-        """quantile_sum, which Megatron averages and empties."""
+        """Return quantile_sum, which Megatron averages and empties."""
         return self.quantile_sum
 
     @property
     def qb_beta_count(self) -> Tensor:
-        """num_quantiles, which Megatron empties."""
+        """Return num_quantiles, which Megatron empties."""
         return self.num_quantiles
 
 
@@ -161,6 +171,7 @@ def gate_arguments(config: Any) -> dict[str, Any]:
     def gate(
         d_model: int, num_expert: int, world_size: int, top_k: int = 2, gate_bias: bool = True
     ) -> ScoredGate:
+        # What all gates have.
         size = (d_model, num_expert, world_size, top_k, gate_bias)
         _, balance_weight, z_weight = loss_weights(config)
         balance_loss = _balance_of(config)
@@ -176,9 +187,11 @@ def gate_arguments(config: Any) -> dict[str, Any]:
             "drop_policy": "score" if config.moe_token_drop_policy == "probs" else "token",
             "wide": config.moe_router_dtype == "fp64",
         }
+        # The gate for the kind of balancing, then for the score function.
         if is_sinkhorn(config):
             return MegatronSinkhornGate(*size, **common)
         score = config.moe_router_score_function
+        # softmax of the chosen logits, or of all before the choice; other scores are divided by their sum if several
         common["normalize"] = top_k > 1 if score != "softmax" else not config.moe_router_pre_softmax
         common["scale"] = config.moe_router_topk_scaling_factor or 1.0
         if is_quantile(config):
@@ -231,9 +244,11 @@ def is_quantile(config: Any) -> bool:
 
 
 def loss_weights(config: Any) -> tuple[float, float, float]:
-    """(factor of the gate's loss, balance_weight, z_weight), one balance loss being unscaled: what Megatron logs.
+    """Return (factor of the gate's loss, balance_weight, z_weight).
 
-    Without moe_aux_loss_coeff the balance loss is still computed, unless there is a z-loss in its place.
+    A single balance loss has the weight 1 in the gate, since Megatron logs it unscaled; its coefficient is the factor,
+    by which z_weight is divided. Without moe_aux_loss_coeff the balance loss is still computed, with the factor 0,
+    unless there is a z-loss in its place.
     """
     losses, z = _balance_of(config), config.moe_z_loss_coeff or 0.0
     if isinstance(losses, dict):

@@ -1,8 +1,11 @@
-"""MegatronCoreMLP: an MoE layer that is called, trained and saved as Megatron-core does with an MLP.
+"""Make an MoE layer that Megatron-core calls, trains and saves as it does an MLP: MegatronCoreMLP.
 
-Megatron reads how to treat a parameter from its attributes: allreduce=False means reduced over the ranks with the
-same experts, sequence_parallel that gradients are summed over tensor-parallel ranks, tensor_model_parallel that the
-gradient norm counts every rank's. The layer sets them once, when it is made.
+specs.py builds it inside a model, dense.py in place of an MLP. Megatron reads how to treat a parameter from its
+attributes, which the layer sets once, when it is made:
+
+    allreduce=False        reduced over the ranks with the same experts only
+    sequence_parallel      gradients are summed over tensor-parallel ranks
+    tensor_model_parallel  the gradient norm counts every rank's part
 
 The gate's loss is that of all tokens of a microbatch, on all ranks. It joins the backward through Megatron's
 MoEAuxLossAutoScaler, which gives it the gradient that the schedule has set for the main loss. A loss of each
@@ -69,6 +72,7 @@ class MegatronCoreMLP(nn.Module):
         if config.num_moe_experts is None:
             # only then do Megatron's schedules scale the auxiliary loss
             config.num_moe_experts = moe.num_experts
+        # Attributes by which Megatron treats the parameters: of experts, then of what is the same on all ranks.
         gate = moe.gate
         for name, p in moe.experts.named_parameters():
             p.allreduce = False  # reduced over the ranks that hold the same experts
@@ -78,16 +82,18 @@ class MegatronCoreMLP(nn.Module):
         modules = [module for module in (gate, moe.latent, norm) if module is not None]
         dense: list[Any] = [p for module in modules for p in module.parameters()]
         for p in dense:
-            # then Megatron sums the gradient over the ranks
+            # then each rank has tokens of its own, and Megatron sums the gradient over the ranks
             p.sequence_parallel = config.sequence_parallel
+        # The ranks over which the gate's loss is summed.
         if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
-            # A loss is summed over the tp and cp ranks of a replica and averaged over replicas.
+            # Megatron sums gradients over the tp and cp ranks of a replica, and averages them over replicas.
             gate.ranks = GroupRanks(groups.tp_dp_cp, num_copies=groups.tp.size() * groups.cp.size())
         sequence_group = groups.tp_cp if config.sequence_parallel else groups.cp
         if self._balances_sequences and sequence_group.size() > 1:
             gate.sequence_ranks = GroupRanks(sequence_group)
+        # Without sequence parallelism the ranks of tp have the same tokens, and each routes a part of them: the gate's
+        # gradients are parts too, which Megatron does not sum.
         if moe.slice_size > 1:
-            # each rank of tp routes a part of the same tokens
 
             def sum_over_tp(grad: Tensor) -> Tensor:
                 total = grad.clone()
@@ -107,7 +113,7 @@ class MegatronCoreMLP(nn.Module):
             )
 
     def set_layer_number(self, layer_number: int) -> None:
-        """Called by Megatron's TransformerLayer; layers of the decoder count from 1."""
+        """Take the number of the layer, from 1 in the decoder; Megatron's TransformerLayer calls it."""
         self.layer_number = layer_number
 
     @property
@@ -122,7 +128,7 @@ class MegatronCoreMLP(nn.Module):
     def forward(
         self, hidden_states: Tensor, padding_mask: Tensor | None = None, **others: Any
     ) -> tuple[Tensor, None]:
-        for name, value in others.items():
+        for name, value in others.items():  # what newer Megatrons pass to an MLP
             if value is not None:
                 raise ValueError(f"{name} is not supported")
         if self._recomputes("moe"):
@@ -130,6 +136,7 @@ class MegatronCoreMLP(nn.Module):
         return self._forward(hidden_states, padding_mask), None
 
     def _forward(self, hidden_states: Tensor, padding_mask: Tensor | None) -> Tensor:
+        """Compute the layer: hidden_states [s, b, h], padding_mask [b, s] -> [s, b, h]."""
         x = hidden_states if self.norm is None else self.norm(hidden_states)
         valid = None if padding_mask is None else ~padding_mask.bool()  # [b, s]
         num_tokens = x.shape[:-1].numel() if valid is None else valid.sum()
@@ -153,6 +160,7 @@ class MegatronCoreMLP(nn.Module):
         return selective and self.training and torch.is_grad_enabled()
 
     def _with_gate_loss(self, output: Tensor, num_tokens: int | Tensor) -> Tensor:
+        """Return the output, whose backward also runs that of the gate's loss; log the loss."""
         gate_loss = self.moe.gate.get_loss()
         if gate_loss is None or not self.training or not torch.is_grad_enabled():
             return output
@@ -178,7 +186,8 @@ class MegatronCoreMLP(nn.Module):
         if self.layer_number is not None:
             for name, value in values.items():
                 save_to_aux_losses_tracker(name, value, self.layer_number, num_layers)
-        if config.calculate_per_token_loss:  # gradients will be divided by the number of all tokens
+        # Gradients will be divided by the number of all tokens, so the mean of this microbatch becomes a sum over its.
+        if config.calculate_per_token_loss:
             copies = self._groups.cp.size()
             if config.sequence_parallel:
                 copies *= self._groups.tp.size()
@@ -188,7 +197,7 @@ class MegatronCoreMLP(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
     ) -> dict[str, Any]:
-        """Shards for megatron.core.dist_checkpointing: experts as parts of [E, ...], the rest as copies.
+        """Make the shards for megatron.core.dist_checkpointing: experts as parts of [E, ...], the rest as copies.
 
         A checkpoint loads on any expert-parallel size. If only some layers of the model have experts, pass
         metadata={"non_homogeneous_layers": True} to the model's sharded_state_dict.
@@ -198,12 +207,14 @@ class MegatronCoreMLP(nn.Module):
                 f"{prefix}moe: experts were moved between ranks, which dist_checkpointing would not know; "
                 "save before ep.placement moves them"
             )
+        # Sort by who makes the shards: Megatron for copies, expert_tensor.py, Megatron's own shared experts.
         state = self.state_dict(keep_vars=True)
         experts = {name: p for name, p in state.items() if name.startswith("moe.experts.")}
         shared = {name for name in state if name.startswith("shared_experts.")}
         copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 
+        # Copies, then experts, then Megatron's shared experts.
         groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
         known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
         groups = {name: group for name, group in groups.items() if name in known}

@@ -1,4 +1,9 @@
-"""moe_layer_spec and with_experts: the layer in Megatron's specifications of a model."""
+"""Put our layer into Megatron's specifications of a model: moe_layer_spec() and with_experts().
+
+A specification is a tree of ModuleSpec and dataclasses that names a class for each part of a layer, with its arguments;
+Megatron walks it and calls the classes with its config and process groups. So MegatronCoreMoE is made there, not here:
+what does not fit raises when the model is built.
+"""
 
 from __future__ import annotations
 
@@ -35,6 +40,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
         is_mtp_layer: bool = False,
         **_: Any,
     ):
+        # Check the options and the ranks.
         moe_kwargs = {name: v for name, v in moe_kwargs.items() if name != "gate" or v is not None}
         check_options(config, own_gate="gate" in moe_kwargs)
         groups = process_groups(pg_collection)
@@ -46,6 +52,7 @@ class MegatronCoreMoE(MegatronCoreMLP):
                 f"expert_tensor_parallel_size={size} must be 1 or tensor_model_parallel_size={groups.tp.size()}, with "
                 "the same ranks"
             )
+        # Arguments: the user's, else the config's.
         arguments = {} if "gate" in moe_kwargs else gate_arguments(config)
         arguments |= layer_arguments(config, groups, num_experts) | moe_kwargs
         if "num_expert" not in arguments:
@@ -54,13 +61,15 @@ class MegatronCoreMoE(MegatronCoreMLP):
         arguments.setdefault("latent_size", getattr(config, "moe_latent_size", None))
         if "activation" not in arguments:
             arguments["activation"] = activation_of(config)
-        # what is drawn here depends on the number of experts on this rank
+        # Make it. What its constructor draws depends on the number of experts on this rank: the generator is put back,
+        # and _initialize() draws the weights anew.
         with torch.random.fork_rng(devices=[]):
             moe = WidthShardedMLP(d_model=config.hidden_size, width_group=groups.expt_tp, **arguments)
         device = "cpu" if config.use_cpu_initialization else torch.cuda.current_device()
         moe.to(device, config.params_dtype)
         if config.perform_initialization:
             _initialize(moe, config, groups.ep.rank())
+        # The norm in front, as Transformer Engine's linear_fc1 begins: weights 1, or 0 where they are gamma - 1.
         fused_norm = None
         if norm:
             new = partial(torch.full, (config.hidden_size,), dtype=config.params_dtype, device=device)
@@ -119,13 +128,15 @@ def with_experts(spec: Any, num_experts: int | None = None, **moe_kwargs: Any) -
 
 
 def _replace(node: Any, ours: Any, in_mtp: bool) -> Any:
+    """Copy a part of a specification with `ours` for each MoELayer; in_mtp: inside multi-token prediction."""
     from megatron.core.transformer.moe.moe_layer import BaseMoELayer
 
     in_mtp = in_mtp or type(node).__name__.startswith("MultiTokenPrediction")
+    # a ModuleSpec until 0.16, a partial later
     module = node.func if isinstance(node, partial) else getattr(node, "module", None)
     if isinstance(module, type) and issubclass(module, BaseMoELayer):
         return replace(ours, params=ours.params | {"in_mtp": in_mtp})
-    if module is MegatronCoreMoE:
+    if module is MegatronCoreMoE:  # of an earlier call
         return replace(node, params=node.params | {"in_mtp": in_mtp})
     if isinstance(node, list):
         return [_replace(part, ours, in_mtp) for part in node]
@@ -137,7 +148,11 @@ def _replace(node: Any, ours: Any, in_mtp: bool) -> Any:
 
 @torch.no_grad()
 def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
-    """Initialise as Megatron does. Every rank draws the weights of all experts, one at a time, and keeps its own."""
+    """Initialise as Megatron does. Every rank draws the weights of all experts, one at a time, and keeps its own.
+
+    So the weights are the same in every layout, if ranks have the same seed.
+    """
+    # Experts: the same number of draws on every rank, so that their generators stay alike.
     first = ep_rank * moe.num_local_experts
     experts = (("htoh4", config.init_method), ("h4toh", config.output_layer_init_method))
     for name, init_method in experts:
@@ -149,6 +164,7 @@ def _initialize(moe: WidthShardedMLP, config: Any, ep_rank: int) -> None:
                 linear.weight[e - first].copy_(moe.part_of(drawn, f"{name}.weight"))
         if linear.bias is not None:
             linear.bias.zero_()
+    # What is whole on every rank: the projections of a latent width, the gate.
     if moe.latent is not None:
         config.init_method(moe.latent.narrow.weight)
         config.output_layer_init_method(moe.latent.widen.weight)
@@ -176,7 +192,7 @@ def _shared_experts(config: Any, groups: Any) -> nn.Module | None:
     from megatron.core.transformer.moe.shared_experts import SharedExpertMLP
 
     config = copy.copy(config)
-    config.moe_shared_expert_overlap = False  # with the steps of Megatron's token dispatcher
+    config.moe_shared_expert_overlap = False  # it needs the steps of Megatron's token dispatcher
     return SharedExpertMLP(
         config=config,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),

@@ -1,10 +1,15 @@
-"""OPTIONS: each MoE option of Megatron-core's TransformerConfig is honoured, without effect, or refused by name.
+"""Say of each MoE option of Megatron-core's TransformerConfig if it is honoured, without effect or refused: OPTIONS.
 
 Nothing that a config asks for may be lost in silence. So each field that looks like one about MoE (MOE_FIELD) has a
-row here: it is honoured, has no effect for a reason, or is refused by name; a field that a newer Megatron adds has
-none, and is refused unless it has its default. check_options() applies the rows when a layer is built,
-docs/megatron.md shows them, and tests/megatron_lm/test_megatron_values.py sets each field of the installed Megatron to
-each of its values.
+row here, an Option:
+
+    honoured    Option(name, default, "what honours it")
+    no effect   Option(name, default, "no effect: why"); _no_effect() makes several rows for one reason
+    refused     Option(name, default, refused="why"); _refused() makes several. With `refuses` some values are refused
+
+A field that a newer Megatron adds has no row, and is refused unless it has its default. check_options() applies the
+rows when a layer is built, docs/megatron.md shows them, and tests/megatron_lm/test_megatron_values.py sets each field
+of the installed Megatron to each of its values.
 """
 
 from __future__ import annotations
@@ -39,7 +44,9 @@ class Option:
 
     def why_refused(self, config: Any) -> str | None:
         """Say why the value of this config is refused, None if it is accepted."""
+        # getattr everywhere: an older Megatron lacks the field
         value = getattr(config, self.name, self.default)
+        # a name that a newer Megatron has added to the field
         if self.honoured and self.is_set(config) and not _names(value) <= set(self.values):
             known = ", ".join(map(repr, self.values)) or "no name"
             return f"this version of fmoe_ext knows {known} here"
@@ -64,7 +71,7 @@ def is_default(value: Any, default: Any) -> bool:
 
 
 def _names(value: Any) -> set[str]:
-    """Names in a field that holds a name, an enum member or a list of them."""
+    """Collect the names in a field that holds a name, an enum member or a list of them."""
     values = value if isinstance(value, (list, tuple, set)) else (value,)
     return {v.name if isinstance(v, enum.Enum) else v for v in values if isinstance(v, (str, enum.Enum))}
 
@@ -77,16 +84,20 @@ def layers_with_experts(config: Any) -> list[bool]:
     return [number % frequency == 0 for number in range(config.num_layers)]
 
 
+# ---------------------------------------------------------------- makers of rows
+
+
 def _router(name: str, default: Any, honoured: str = "", refused: str = "", **rules: Any) -> Option:
+    """Make a row that describes Megatron's router, which gate= replaces."""
     return Option(name, default, honoured, refused, describes_router=True, **rules)
 
 
 def _not_with_sinkhorn(
     name: str, default: Any, honoured: str, nor_quantiles: bool = False, **rules: Any
 ) -> Option:
-    """An option of the router; Megatron's router ignores it for the type "sinkhorn", so it is refused there.
+    """Make a row of the router that Megatron ignores for the type "sinkhorn", so that it is refused there.
 
-    nor_quantiles: and refuses or ignores it for the type "quantile_balancing".
+    nor_quantiles: Megatron refuses or ignores it for the type "quantile_balancing" too.
     """
 
     def refuses(config: Any) -> bool:
@@ -109,8 +120,11 @@ def _refused(reason: str, **defaults: Any) -> tuple[Option, ...]:
     return tuple(Option(name, default, refused=reason) for name, default in defaults.items())
 
 
+# ---------------------------------------------------------------- `refuses` of rows: True for a config that is refused
+
+
 def _never(config: Any) -> bool:
-    """For options that the layer itself checks, when it knows its groups and its number."""
+    """Refuse nothing: the layer itself checks these options, once it knows its groups and its number."""
     return False
 
 
@@ -125,7 +139,7 @@ def _topk_below_group_topk(config: Any) -> bool:
 
 
 def _refuses_balancing(config: Any) -> bool:
-    kinds = config.moe_router_load_balancing_type
+    kinds = config.moe_router_load_balancing_type  # a name, or a list of names
     if is_quantile(config):  # a Megatron without it takes the name and balances nothing
         return not hasattr(config, "moe_router_quantile_balancing_ema")
     if not isinstance(kinds, (list, tuple)):
@@ -148,6 +162,7 @@ def _offloads_experts(config: Any) -> bool:
 
 def _captures_this_layer(config: Any) -> bool:
     """Return True if a CUDA graph captures more than attention and Mamba layers; no names stand for the whole layer."""
+    # cuda_graph_impl has replaced the other two, which Megatron still takes
     graphs = getattr(config, "cuda_graph_impl", "none") not in (None, "none")
     graphs = (
         graphs or getattr(config, "enable_cuda_graph", False) or getattr(config, "external_cuda_graph", False)
@@ -168,6 +183,8 @@ def _captures(name: str, default: Any, *values: str) -> Option:
     return Option(name, default, honoured, reason, refuses, values)
 
 
+# ---------------------------------------------------------------- reasons and names that several rows share
+
 _SINKHORN = 'beside moe_router_load_balancing_type="sinkhorn", whose scores do not depend on it'
 _QUANTILES = 'beside moe_router_load_balancing_type="sinkhorn" and "quantile_balancing", which do without it'
 _FLEX = (
@@ -181,6 +198,9 @@ _WHOLE = "experts are whole on one rank"
 _BALANCING = (*BALANCE_LOSSES, "sinkhorn", "quantile_balancing", "none")
 _CAPTURED = ("attn", "mlp", "moe", "moe_router", "moe_preprocess", "mamba", "full", "full_iteration")
 
+# ---------------------------------------------------------------- the rows, in the order of docs/megatron.md
+
+# experts, ranks and layers
 _LAYOUT = (
     Option("num_moe_experts", None, "`num_experts` of `moe_layer_spec`, unless given there"),
     Option("expert_model_parallel_size", 1, "experts are spread over Megatron's expert-parallel group"),
@@ -222,6 +242,7 @@ _LAYOUT = (
     *_refused("the balance loss would count one chunk", mlp_chunks_for_training=1),
 )
 
+# the gate: choices, scores, losses, capacities
 _ROUTER = (
     Option("moe_router_topk", 2, "`top_k`, unless given to `moe_layer_spec`"),
     _not_with_sinkhorn(
@@ -345,6 +366,7 @@ _ROUTER = (
     ),
 )
 
+# what the experts and those beside them compute, and in which dtype
 _EXPERTS = (
     Option(
         "moe_shared_expert_intermediate_size",
@@ -397,6 +419,7 @@ _EXPERTS = (
     ),
 )
 
+# what is kept for the backward, and captured by CUDA graphs
 _MEMORY = (
     Option(
         "recompute_modules",
@@ -433,6 +456,7 @@ _MEMORY = (
     ),
 )
 
+# how Megatron's own layer computes, exchanges and logs
 _KERNEL_OPTIONS = (
     Option("moe_per_layer_logging", False, "`track_moe_metrics` has the gate's loss of each layer"),
     *_no_effect(
@@ -471,6 +495,7 @@ def check_options(config: Any, own_gate: bool = False, fills_dense: bool = False
     own_gate: the user passes gate=, which replaces the options of Megatron's router.
     fills_dense: the layer replaces a dense MLP (fmoefy).
     """
+    # The rows.
     for option in OPTIONS:
         value = getattr(config, option.name, option.default)
         if own_gate and option.describes_router:
@@ -481,7 +506,7 @@ def check_options(config: Any, own_gate: bool = False, fills_dense: bool = False
                 )
         elif (reason := option.why_refused(config)) is not None:
             raise ValueError(f"{option.name}={value!r} is refused: {reason} (docs/megatron.md)")
-    # What looks like an MoE option, has another value than its default, and has no row.
+    # Fields without a row that look like MoE options: refused unless they have their default.
     known = {option.name for option in OPTIONS}
     for field in dataclasses.fields(config):
         if MOE_FIELD.search(field.name) and field.name not in known:
@@ -492,6 +517,7 @@ def check_options(config: Any, own_gate: bool = False, fills_dense: bool = False
                     f"{field.name}={value!r} is refused: this version of fmoe_ext does not know the option; leave it "
                     f"at {default!r}"
                 )
+    # What only a layer that is built with the model can have.
     if not fills_dense:
         return
     shared, latent = config.moe_shared_expert_intermediate_size, getattr(config, "moe_latent_size", None)
