@@ -33,7 +33,7 @@ from fmoe_ext.doctor.report import Finding, Report
 from fmoe_ext.doctor.structure import repeated, unregistered
 from fmoe_ext.doctor.subject import Subject
 
-# (invariant that is named where the check cannot run, check)
+# (the invariant to name if the check cannot run, the check), in the order of the report. A check may be about several.
 _CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("finite", gradients.finite),
     ("router-gradient", gradients.router_gradient),
@@ -116,7 +116,7 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
             for name, run in _CHECKS:
                 try:
                     findings += list(run(case))
-                except Exception as error:  # a check that a model does not allow is undecided, and says why
+                except Exception as error:  # raised by the model, whatever it is: undecided, with the reason
                     text = (str(error).splitlines() or [""])[0]
                     text = f"cannot run: {type(error).__name__}: {text[:90]}"
                     findings.append(verdict(name, "", None, text))

@@ -1,4 +1,9 @@
-"""Description of the training that the doctor examines."""
+"""Subject: the model, batch and training that the doctor examines, and how to make one.
+
+read() makes it of the command's argument: "file.py:make", or a folder or name of a Transformers model, of which a small
+one with random weights is built. check() makes it of (model, batch). Fields that are not given have the defaults that
+most training loops share: AdamW, state_dict(), torch's activation checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -63,12 +68,12 @@ def train_step(
 
 
 def _load_by_name(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> Any:
-    """Load the tensors that the model has."""
+    """Load the saved tensors whose names the model has; return torch's lists of the others."""
     return model.load_state_dict(saved, strict=False)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer under torch's activation checkpointing without reentrance."""
+    """Run a layer under torch's activation checkpointing, which computes it again in the backward."""
     return checkpoint(forward, *args, use_reentrant=False)
 
 
@@ -107,10 +112,12 @@ class Subject:
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a model deeply but for its process groups; tensors of a past graph that it keeps are detached."""
+    # deepcopy refuses tensors that are not leaves, such as a balance loss that a gate keeps in an attribute, or in
+    # an object that is one: they go into its memo, already copied
     owners = [vars(module) for module in model.modules()]
     owners += [vars(v) for values in owners for v in values.values() if hasattr(v, "__dict__")]
     kept = [v for values in owners for v in values.values() if isinstance(v, torch.Tensor)]
-    # deepcopy keeps what reduces to a string
+    # nor can it copy process groups; what reduces to a string it takes as it is
     shared = {dist.ProcessGroup: str} if dist.is_available() else {}
     with patch.dict(copyreg.dispatch_table, shared):
         return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
@@ -131,7 +138,7 @@ def double(value: Any) -> Any:
 
 
 def read(place: str) -> Subject:
-    """Make the Subject that "file.py:make" returns (or (model, batch)), or a small one of a Transformers folder."""
+    """Make a Subject of "file.py:make", which returns one or (model, batch), or a small one of a Transformers model."""
     if ":" in place:
         made = find(place)()
         if isinstance(made, Subject):
@@ -154,6 +161,7 @@ def read(place: str) -> Subject:
             if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or text is config:
                 small = shrunk_config(text)
                 return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
+            # a model for images or sound: its language model alone, whose class only an instance tells
             with torch.device("meta"):
                 decoder = type(model_class(config)(config).get_decoder())  # which has no head of its own
             small = shrunk_config(text)
@@ -176,10 +184,12 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
     if weight is None or not hasattr(text, "output_router_logits"):
         return Subject(model, batch, build=build)
     batch["output_router_logits"] = True
-    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}  # -100: cross entropy ignores it
     padded: dict[str, Any] = {n: torch.nn.functional.pad(batch[n], (0, 4), value=v) for n, v in fill.items()}
     padded["output_router_logits"] = True
 
+    # Transformers adds the balance loss if it returns router logits: a second forward, from the same random numbers,
+    # has the task loss alone
     def parts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         random_state = torch.get_rng_state()
         output = model(**batch)
