@@ -48,10 +48,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 raise ValueError(f"{chosen.vocabulary} must have a list of texts or {{text: id}}")
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
         page, out = render(summary, vocabulary), chosen.out
-        if out.exists() and not out.is_file():  # /dev/stdout
+        if out.exists() and not out.is_file():  # a pipe or a device, as /dev/stdout: nothing to replace
             out.write_text(page, encoding="utf-8")
         else:
-            # in place of an older page, which stays where there is no room for the new one
+            # written beside an older page, then put in its place: without room for the new one the old one stays
             unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
             try:
                 unfinished.write_text(page, encoding="utf-8")

@@ -1,4 +1,8 @@
-"""Parts of an HTML page that needs nothing else: style, tables, tiles, pictures of numbers."""
+"""Make the parts of an HTML page that needs nothing else: style, tables, tiles, pictures of numbers.
+
+A picture is a PNG of one pixel a number, written here and stretched by the browser, inside the page as base64. Its
+colours are transparent at an even share, so that it suits a light page and a dark one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 ABOVE, BELOW = (214, 96, 30), (38, 110, 190)  # more and less than an even share
-UNKNOWN = (128, 128, 128, 110)
+UNKNOWN = (128, 128, 128, 110)  # red, green, blue, opacity
 LEAST, MOST = 64, 360  # pixels of a picture's height
 LINE, LABEL = 8, 20  # pixels of a line, and of a line's label with the space around it
 
@@ -79,7 +83,7 @@ def scale(low: str, middle: str, high: str, unknown: str = "") -> str:
 
 
 def places(count: int) -> range:
-    """Choose at most five of 0 .. count - 1, from 0 on, all equally far from the next."""
+    """Choose at most five of the numbers 0 .. count - 1, from 0 on and equally far apart, for labels."""
     return range(0, count, max(1, -(-(count - 1) // 4)))
 
 
@@ -143,7 +147,7 @@ def _labels(names: Sequence[str], side: str) -> str:
 
 
 def _colours(relative: torch.Tensor) -> torch.Tensor:
-    """Make uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
+    """Make RGBA pixels, uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
     above = relative >= 1
     high, low = (torch.tensor(rgb, device=relative.device) for rgb in (ABOVE, BELOW))
     rgb = torch.where(above[..., None], high, low)
@@ -156,12 +160,13 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
 def png(pixels: torch.Tensor) -> bytes:
     """Encode an RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
-    no_filter = pixels.new_zeros(lines, 1)
+    no_filter = pixels.new_zeros(lines, 1)  # each line begins with the number of its filter
     rows = torch.cat((no_filter, pixels.reshape(lines, -1)), 1)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
+    # 8: bits of a channel; 6: RGBA; the zeros: deflate, the usual filters, not interlaced
     header = struct.pack(">IIBBBBB", columns, lines, 8, 6, 0, 0, 0)
     body = zlib.compress(rows.contiguous().numpy().tobytes(), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

@@ -25,9 +25,9 @@ from fmoe_ext.balance.html import bars, document, figure, scale, table, tiles
 from fmoe_ext.balance.load import summarize
 from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 
-_NUM_PAIRS = 5  # of experts that are named above a picture
-_MIN_EXPECTED = 5  # tokens of a pair, below which a ratio says nothing
-_NUM_TOGETHER_PICTURES = 12
+_NUM_PAIRS = 5  # pairs of experts that are named above a picture
+_MIN_EXPECTED = 5  # expected tokens of a pair, below which a ratio says nothing
+_NUM_TOGETHER_PICTURES = 12  # layers whose pairs are drawn
 
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
@@ -51,7 +51,7 @@ def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str
 
 
 def _in_short(summary: Summary, choices: float, dropped: float) -> str:
-    """Answer in short: which share the busiest expert got, and whether any got none."""
+    """Answer in short: how much the busiest expert got, and whether any got none."""
     gates = summary.gates
     busiest = max(gates, key=lambda gate: float(_recent_share(gate).max()))
     facts = {
@@ -83,7 +83,7 @@ def _who_got_what(summary: Summary) -> str:
     for gate in summary.gates:
         share = _recent_share(gate)
         most, least = int(share.argmax()), int(share.argmin())
-        even = gate.gate.num_experts
+        even = gate.gate.num_experts  # load over mean, divided by E, is the share of all choices
         caption = (
             f"{gate.gate.name}: most to expert {most} ({share[most] / even:.1%} of all choices), "
             f"least to expert {least} ({share[least] / even:.1%})"
@@ -101,6 +101,7 @@ def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     for gate in summary.gates:
         share = _recent_share(gate)
         for expert in gate.notable:
+            # the last bin with a token of this expert
             active = (gate.load[:, expert] > 0).nonzero().flatten()
             last = "never" if len(active) == 0 else f"{summary.bins[int(active[-1])]:,}"
             fed = ""
@@ -152,7 +153,7 @@ def _how_even(summary: Summary) -> str:
 
 
 def _curve(values: list[float]) -> str:
-    """Draw values from 1 upwards as a small line."""
+    """Draw values from 1 upwards as a line: 1 is at the bottom, the largest value, at least 2, at the top."""
     top = max(2.0, *values)
     last = max(len(values) - 1, 1)
     points = " ".join(
@@ -185,6 +186,7 @@ def _together(summary: Summary) -> str:
         if gate.together is None or not bool(gate.together.any()):
             continue
         lift = _lift(gate)
+        # each pair once: above the diagonal
         best = lift.nan_to_num(0).triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
         named = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         size = lift.shape[0]

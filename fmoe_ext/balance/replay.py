@@ -1,9 +1,12 @@
-"""Replay of routing: record which experts the gates of a model choose, and make them choose the same again.
+"""RoutingReplay: record which experts the gates of a model choose, and make them choose the same again.
 
-A gate's forward asks a tape for its choices (views.py). A _Recorder lets the gate choose by itself, and keeps what it
-chose before and after choices were dropped. A _Player gives it the choices of the forward with the same number; the
-gate computes weights and gradients from its present logits. Where valid_tokens() leaves padding out, choices that were
-recorded for all tokens are cut to the real ones.
+A gate's forward asks a tape for its choices (views.py), and there are two tapes:
+
+    _Recorder   lets the gate choose, and keeps the choices before and after some were dropped
+    _Player     gives forward number n the n-th recorded choices, from the first again after the last
+
+Weights and gradients are those of the gate's present logits at the given choices. Where valid_tokens() leaves padding
+out, choices that were recorded for all tokens are cut to those of the real ones.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import nn
 from fmoe_ext.balance.views import GateView, RouterView, Tape, views_of
 from fmoe_ext.tokens import current_batch
 
-CHOOSE_ANEW = -2  # instead of a token's choices: it was not recorded, and chooses now
+CHOOSE_ANEW = -2  # in place of all choices of a token that was not recorded: it chooses in the replay
 
 
 class Choices(NamedTuple):
@@ -60,7 +63,8 @@ class RoutingReplay:
         self.views = views_of(model, "record")
         self.gates = {name: view.module for name, view in self.views.items()}
         self.choices: dict[str, list[Choices]] = {}
-        self._recorded: dict[str, list[Choices]] = {}  # by a gate itself, which may choose an expert twice
+        # the lists of the last record(): a gate of its own may choose an expert twice, arrays from outside may not
+        self._recorded: dict[str, list[Choices]] = {}
 
     @contextmanager
     def record(self) -> Iterator[RoutingReplay]:

@@ -1,7 +1,10 @@
-"""Choices of a model as inference engines return them: an array [tokens, layers, K] of expert numbers a sequence.
+"""Exchange recorded choices with inference engines: an array [tokens, layers, K] of expert numbers for each sequence.
 
-vLLM: `routed_experts` (and `prompt_routed_experts` before it), integers. SGLang: the same as base64 of int32, without a
-row for the last token. Both number only layers that have experts, in order, and experts as the checkpoint does.
+vLLM returns integers as `routed_experts` (and `prompt_routed_experts` before it), SGLang base64 of int32, without a row
+for the last token. Both count only the layers that have experts, in order, and number experts as the checkpoint does.
+
+A RoutingReplay has tokens of a whole batch in one dimension [B * S], padding included or left out; `valid` [B, S] says
+which row belongs to which sequence.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ def routed_experts(
 ) -> list[torch.Tensor]:
     """Return the choices of a forward: an int16 tensor [tokens, layers, K] for each sequence.
 
-    valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. Recorded
-    may be all tokens or, as under valid_tokens(), the real ones. sequence_first: tokens came as [S, B], as Megatron has
-    them. forward: which of those that were recorded. Raises ValueError for gates or sizes that do not fit each other.
+    valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. The replay
+    may have recorded all tokens or, under valid_tokens(), the real ones. sequence_first: the model's tokens were
+    [S, B], as Megatron's are. forward: the number of the recorded forward. Raises ValueError for gates or sizes that
+    do not fit.
     Equivalent to: torch.stack([choices[name][forward].kept for name in choices], 1)[rows of the sequence].
 
     Example:
@@ -91,6 +95,7 @@ def load_routed_experts(
         raise ValueError(f"there are {len(parts)} arrays, but valid has {len(places)} sequences")
     views = replay.views
     top_k = parts[0].shape[-1]
+    # a token that no array has, as padding, chooses anew
     whole = torch.full((mask.numel(), len(views), top_k), CHOOSE_ANEW, device="cpu")
     for number, (part, place) in enumerate(zip(parts, places, strict=True)):
         if part.dim() != 3 or part.shape[1:] != whole.shape[1:] or part.shape[0] > len(place):
@@ -138,9 +143,10 @@ def encode_routed_experts(array: torch.Tensor) -> str:
 
 
 def _places(mask: torch.Tensor, sequence_first: bool) -> list[torch.Tensor]:
-    """Find the places of each sequence's real tokens among all B * S: mask [B, S]."""
+    """Return, for each sequence of mask [B, S], the places of its real tokens among all B * S."""
     if mask.dim() != 2:
         raise ValueError(f"valid must be [B, S], but is {list(mask.shape)}")
+    # [B, S]: the number of each token in the order in which the model has them
     number = torch.arange(mask.numel(), device="cpu")
     number = number.view(mask.shape[1], mask.shape[0]).t() if sequence_first else number.view(mask.shape)
     return [row[real] for row, real in zip(number, mask, strict=True)]
