@@ -1,4 +1,7 @@
-"""fmoe.layers, with what is fmoe.linear, fmoe.transformer, fmoe.distributed and fmoe.utils."""
+"""fmoe.layers, with the contents of fmoe.linear, fmoe.transformer, fmoe.distributed and fmoe.utils (see _TREE).
+
+Subclasses of fmoe_ext's layers, with FastMoE's default gate, order of arguments and initial values.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -68,7 +71,7 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
         gate, num_expert, world_size
     )
     top_k = gate.shape[1] if gate.dim() == 2 else 1
-    source = torch.div(pos, top_k, rounding_mode="floor")
+    source = torch.div(pos, top_k, rounding_mode="floor")  # choice b K + k is of token b
     x = map_structure(
         lambda leaf: MOEScatter.apply(
             leaf, source, local_expert_count, global_expert_count, fwd_batch_size, world_size
@@ -85,7 +88,7 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
 
 def draw_as_fastmoe(linear: _FMoELinear) -> None:
     """Draw FastMoE's initial values: kaiming_uniform with in_feat * out_feat for the fan-in, zero bias."""
-    # of [E, out, in] torch takes out * in for the fan-in
+    # torch takes the first dimension of [E, out, in] for the output and all others for the fan-in, as FastMoE lets it
     nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -99,7 +102,7 @@ class FMoELinear(_FMoELinear):
 
 
 class MOELinear:
-    """The linear map of each expert on rows sorted by expert; called as MOELinear.apply(...), differentiable."""
+    """Apply each expert's linear map to its rows, sorted by expert; called as MOELinear.apply(...), differentiable."""
 
     @staticmethod
     def apply(
@@ -174,7 +177,7 @@ def get_torch_default_comm() -> dist.ProcessGroup:
 
 
 def get_rank_0_in_comm(comm: dist.ProcessGroup) -> int:
-    """Return the number in the whole job of the first rank of a group."""
+    """Return the rank in the whole job of a group's first member."""
     return dist.get_process_group_ranks(comm)[0]
 
 

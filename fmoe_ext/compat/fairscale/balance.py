@@ -1,4 +1,8 @@
-"""Numbers of layers of the partitions, by the time or the memory that each layer takes."""
+"""Propose a balance for Pipe: how many layers each partition gets, by the time or the memory that each layer takes.
+
+A layer's cost is measured alone, on one device; planning.layouts.balance_cost cuts the list of costs so that the
+largest partition is as small as possible.
+"""
 
 import time
 from copy import deepcopy
@@ -39,10 +43,11 @@ def balance_by_time(
         values, times = move(sample, where), []
         with keeping({}):
             for layer in copy:
-                values = leaves(values)
+                values = leaves(values)  # cut from the graph: the backward is this layer's alone
                 begin = now(where)
                 values = layer(values)
-                backward_of_ones(values, retain_graph=True)  # of what earlier layers stashed, too
+                # the graph is kept: the backward of a later layer may come through a skip
+                backward_of_ones(values, retain_graph=True)
                 times.append(now(where) - begin)
         runs.append(times)
     return balance_cost([median(list(of_layer)) for of_layer in zip(*runs, strict=True)], partitions)

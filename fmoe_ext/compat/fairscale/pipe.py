@@ -1,14 +1,19 @@
 """Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process.
 
-GPipe (Huang et al. 2019): while partition 1 computes microbatch 0, partition 0 computes microbatch 1. No threads
-are needed for that: work on CUDA devices is only queued, so that starting it in the order of clock cycles keeps all
-devices busy, and autograd runs the backward in the reverse order by itself. On a CPU it gives the same numbers,
-without the gain.
+GPipe (Huang et al. 2019): in clock t partition j computes microbatch t - j.
 
-Three things in a module would see microbatches where they expect a batch, and are put right: skip connections
-travel with their microbatch (skip.py), batch norms may wait for the whole batch (batch_norm.py), and gates give
-each forward's balance loss, whose mean by rows becomes the gate's loss. A checkpointed microbatch runs a second
-time in backward; what counts forwards must not count that one (Recomputing).
+    clock          0    1    2    3    4    5
+    partition 0    m0   m1   m2   m3
+    partition 1         m0   m1   m2   m3
+    partition 2              m0   m1   m2   m3
+
+No threads are needed: work on CUDA devices is only queued, so that starting it clock by clock keeps all devices busy,
+and autograd runs the backward in the reverse order by itself. On a CPU it gives the same numbers, without the gain.
+
+Three things in a module would see microbatches where they expect a batch, and are put right: skip connections travel
+with their microbatch (skip.py), batch norms may wait for the whole batch (batch_norm.py), and gates give each forward's
+balance loss, whose mean by rows becomes the gate's loss. A checkpointed microbatch runs a second time in backward; what
+counts forwards must not count that one (Recomputing).
 """
 
 import inspect
@@ -124,6 +129,7 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             module = defer_batch_norm(module, self.chunks)  # type: ignore[assignment]
         self.partitions = nn.ModuleList(self._partitions(module, balance))
+        # a parameter that two partitions share must have one device
         home: dict[int, tuple[torch.device, str]] = {}
         for number, (partition, device) in enumerate(zip(self.partitions, devices, strict=True)):
             for name, param in partition.named_parameters():
@@ -168,15 +174,16 @@ class Pipe(nn.Module):
         microbatches = [_Microbatch(part, num_rows(part)) for part in parts]
         num_checkpointed = 0
         if self.training and torch.is_grad_enabled():
-            # the backward begins with the last microbatch: computing it again would free nothing in between
+            # except_last: the backward begins with the last microbatch, whose activations would be freed for no time
             modes = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}
             num_checkpointed = modes[self.checkpoint]
         works = [_Work(partition) for partition in self.partitions]
-        # All that can run at the same time is started together: in clock t partition j computes microbatch t - j.
+        # a clock at a time, a partition at a time: what may run together is started together
         for clock in range(len(parts) + len(works) - 1):
             for j in range(max(0, clock - len(parts) + 1), min(clock + 1, len(works))):
                 i = clock - j
                 self._compute(microbatches[i], works[j], self.devices[j], i < num_checkpointed)
+        # a gate's loss is the mean of its microbatches' losses by rows, unless the gate waits for the whole batch
         rows = [m.num_rows for m in microbatches]
         for gate in gates_of(self):
             losses = [
@@ -215,6 +222,7 @@ class Pipe(nn.Module):
         self, microbatch: "_Microbatch", work: "_Work", device: torch.device, is_checkpointed: bool
     ) -> None:
         values = move(microbatch.values, device)
+        # the skips that this partition pops come to its device; the others stay with the microbatch
         skips: Skips = {}
         for key in work.pop_keys:
             if key in microbatch.skips:
@@ -227,6 +235,7 @@ class Pipe(nn.Module):
                 values,
                 skips,
                 use_reentrant=False,
+                # (context of the first forward, of the second)
                 context_fn=lambda: (nullcontext(), again),
             )
         else:

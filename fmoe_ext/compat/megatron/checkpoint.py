@@ -1,9 +1,11 @@
-"""fmoe.megatron.checkpoint: Megatron's own file, and one with the experts of each further rank.
+"""fmoe.megatron.checkpoint: Megatron's own file, and beside it one with the experts of each further data-parallel rank.
 
-Data-parallel rank 0 saves and loads with Megatron's functions. Every other rank has a file
-<dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]_dp_rank_<dp>/model_optim_rng.pt with its experts and their optimizer state;
-loading merges it into what rank 0 saved. The number of data-parallel ranks stays what it was; fmoe_ext.checkpoint
-reads and merges these files for another.
+    <dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]/model_optim_rng.pt                    rank 0: Megatron's functions
+    <dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]_dp_rank_<dp>/model_optim_rng.pt       others: their experts and the state
+                                                                                     of the optimizer for them
+
+Loading on another rank reads both files and puts its experts into what rank 0 saved. The number of data-parallel ranks
+must be what it was; fmoe_ext.checkpoint reads these files for another number.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
     module = _only_chunk(model)
     state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
     if not args.no_save_optim and optimizer is not None:
-        # the state of the experts; in fp16, also their float32 copies, None for the others
+        # Entries of the optimizer are by the number of the parameter: the numbers stay, entries of others are left out.
+        # In fp16 Megatron's optimizer wraps another and has float32 copies of the parameters: None for the others.
         whole = optimizer.state_dict()
         inner = whole["optimizer"] if args.fp16 else whole
         params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
@@ -68,7 +71,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Write a file of torch.save; an older one stays where this one cannot be written."""
+    """Write a file with torch.save, or raise OSError and leave an older one as it was."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
@@ -113,6 +116,7 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     state = merge_state_dict(saved_by[0], saved_by[1], args.fp16)
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
+    # as Megatron's own load_checkpoint: a release, or weights to finetune, begins at iteration 0 with a new optimizer
     fresh = release or args.finetune
     if not fresh and not args.no_load_optim:
         if optimizer is not None:
@@ -146,7 +150,7 @@ def merge_state_dict(
 
 
 def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Keep the entries of a nested state dict whose tensors are parameters of experts."""
+    """Return the entries of a nested state dict whose tensors are parameters of experts."""
     experts = type(state)()
     for key, value in state.items():
         if isinstance(value, dict):

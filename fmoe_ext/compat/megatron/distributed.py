@@ -10,7 +10,7 @@ from torch import nn
 from fmoe_ext.compat.megatron.runtime import data_parallel_groups
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 
-_groups: dict[str, Any] | None = None
+_groups: dict[str, Any] | None = None  # set by hand or by _init(); None: Megatron's are used
 
 
 def _set_groups(**kwargs: dist.ProcessGroup | None) -> None:
