@@ -199,6 +199,7 @@ class ChoiceLog:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._chosen = []  # else an end_step() that follows would begin the file anew
         if self._file is not None:
             self._file.close()
             self._file = None

@@ -157,6 +157,11 @@ def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allo
                 if not parts:
                     continue
                 topk_idx = torch.cat(parts)  # of several forwards of the step, in order, as the ids are
+                if len(topk_idx) != len(ids):
+                    raise BadLog(
+                        f"{path}: step {record.step} has {len(ids)} token ids, but {name} chose for "
+                        f"{len(topk_idx)} tokens"
+                    )
                 for expert in summary.notable:
                     mine = torch.bincount(ids[(topk_idx == expert).any(1)])
                     # a count for each id so far; the longer vector takes both
