@@ -104,12 +104,14 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
             raise ValueError(
                 f"{name}: selected {list(selected.shape)} and kept {list(kept.shape)} have different shapes"
             )
+        if selected.dim() != 2:
+            raise ValueError(f"{name}: the choices must be [tokens, K], but are {list(selected.shape)}")
         outside = (selected >= view.num_experts) | (selected < CHOOSE_ANEW)
         if bool(outside.any()):
             raise ValueError(
                 f"{name}: the choices name expert {int(selected[outside][0])}, but there are {view.num_experts} experts"
             )
-        ordered = selected.sort(1).values if selected.dim() == 2 else selected[:0]
+        ordered = selected.sort(1).values
         is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if not is_recorded and bool(is_twice.any()):
             row = int(is_twice.any(1).nonzero()[0])
