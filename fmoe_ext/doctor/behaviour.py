@@ -237,7 +237,8 @@ def checkpoint(case: Case) -> Iterator[Finding]:
         buffer.seek(0)
         result = s.load(fresh, torch.load(buffer, weights_only=True))
     except Exception as error:
-        yield verdict("checkpoint", "", True, f"does not load: {str(error).splitlines()[0][:80]}")
+        text = (str(error).splitlines() or [""])[0]  # an assert without a text has none
+        yield verdict("checkpoint", "", True, f"does not load: {type(error).__name__}: {text[:80]}")
         return
     losses = [float(case.run(m.eval(), s.batch, s.task)[0].detach()) for m in (saved_from, fresh)]
     absent = getattr(result, "missing_keys", [])

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -73,8 +74,8 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
     """Check the invariants of a MoE model on one batch; `assert check(model, batch).ok` is a test.
 
     model: an nn.Module with the batch that it takes (a tensor, or keyword arguments), or a Subject. parts: other
-    fields of Subject. Copies in float64 are examined on the model's device; the model stays as it is. Raises
-    AuditError if the model has no MoE layer.
+    fields of Subject; they and batch replace those of a Subject. Copies in float64 are examined on the model's device;
+    the model stays as it is. Raises AuditError if the model has no MoE layer.
 
     Example:
 
@@ -90,7 +91,10 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            subject = model if isinstance(model, Subject) else Subject(model, batch, **parts)
+            if isinstance(model, Subject):
+                subject = replace(model, **(parts if batch is None else {"batch": batch, **parts}))
+            else:
+                subject = Subject(model, batch, **parts)
             # mistakes that hide experts from the model itself: nothing else could be examined
             hidden = [
                 verdict(
