@@ -35,7 +35,13 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
     if num_local_experts is None:
         raise ValueError("num_experts must be given: the experts of all ranks")
     num_experts = num_local_experts * kwargs["world_size"]
-    top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, but got {num_experts}")
+    top_k = kwargs.pop("top_k", None)
+    if top_k is None:
+        top_k = options.split if options.split > 1 else min(2, num_experts)
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, but got {top_k}")
     d_hidden = _d_hidden(target, dense, options, top_k)
     gate = kwargs.pop("gate", None) or SoftmaxGate
     if isinstance(gate, nn.Module) and num_targets > 1:
