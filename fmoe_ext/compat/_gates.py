@@ -83,8 +83,6 @@ class SwitchGate(NaiveGate, gates.SwitchGate):
 class DCGate(GShardGate, gates.DCGate):
     """DCGate with topk_weights of the dtype of the model."""
 
-    expert_capacity = gates.DCGate.expert_capacity
-
 
 class FasterGate(NaiveGate, gates.FasterGate):
     """FasterGate with topk_weights of the dtype of the model."""
