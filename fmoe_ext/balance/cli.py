@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     try:
+        # {token id: text}, from either form of file
         vocabulary: dict[int, str] = {}
         if chosen.vocabulary is not None:
             try:
@@ -46,6 +47,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 vocabulary = {number: text for text, number in content.items()}
             else:
                 raise ValueError(f"{chosen.vocabulary} must have a list of texts or {{text: id}}")
+        # all is read before anything is written
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
         page, out = render(summary, vocabulary), chosen.out
         if out.exists() and not out.is_file():  # a pipe or a device, as /dev/stdout: nothing to replace

@@ -89,6 +89,7 @@ class LoadMonitor:
         self.history: list[Record] = []
         self._hooks: list[RemovableHandle] = []
         for name, view in views.items():
+            # a gate without parameters: count() moves the counters to the choices' device
             device = next((p.device for p in view.module.parameters()), torch.device("cpu"))
             counters = self.counters[name] = LayerCounters(view.num_experts, device)
 
@@ -122,6 +123,7 @@ class LoadMonitor:
         total = sum_over_ranks or (lambda counted: counted)
         layers = {}
         for name, counters in self.counters.items():
+            # several calls of total() each, in one order: all ranks must call collect() with it
             layers[name] = summarize(
                 total(counters.tokens_per_expert),
                 total(counters.num_dropped).item(),

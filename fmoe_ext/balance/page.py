@@ -142,6 +142,7 @@ def _how_even(summary: Summary) -> str:
                 f"{numbers['dropped_share']:.2%}",
                 str(len(gate.dead)),
                 str(len(gate.overloaded)),
+                # busiest over mean in each bin
                 _curve((gate.load.max(1).values / mean).tolist()),
             ]
         )
@@ -183,7 +184,7 @@ def _over_steps(summary: Summary) -> str:
 def _together(summary: Summary) -> str:
     figures = []
     for gate in summary.gates[:_NUM_TOGETHER_PICTURES]:
-        if gate.together is None or not bool(gate.together.any()):
+        if gate.together is None or not bool(gate.together.any()):  # too many experts, or one choice a token
             continue
         lift = _lift(gate)
         # each pair once: above the diagonal

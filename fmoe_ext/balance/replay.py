@@ -106,11 +106,13 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
             )
         if selected.dim() != 2:
             raise ValueError(f"{name}: the choices must be [tokens, K], but are {list(selected.shape)}")
+        # -1: dropped; -2: chooses anew
         outside = (selected >= view.num_experts) | (selected < CHOOSE_ANEW)
         if bool(outside.any()):
             raise ValueError(
                 f"{name}: the choices name expert {int(selected[outside][0])}, but there are {view.num_experts} experts"
             )
+        # twice in a row: equal neighbours among the row's sorted choices
         ordered = selected.sort(1).values
         is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if not is_recorded and bool(is_twice.any()):
@@ -119,6 +121,7 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
                 f"{name}: token {row} chooses an expert twice, {selected[row].tolist()}: its weights would count that "
                 "expert once too often. Where a token has fewer choices, fill up with -1"
             )
+        # their topk gathers a score for each choice, and -1 has none
         if isinstance(view, RouterView) and bool((selected == -1).any()):
             raise ValueError(f"{name}: {type(view.module).__name__} cannot drop choices, but some are -1")
 
@@ -148,6 +151,7 @@ class _Player:
         if own is not None:  # choices of an inference engine or of a file are on the CPU
             self.choices = [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
         self.num_played = 0
+        # checked once: to look at a tensor's values in a forward would wait for the device
         self._are_whole = [not bool((selected == CHOOSE_ANEW).any()) for selected, _ in choices]
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:

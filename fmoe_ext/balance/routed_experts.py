@@ -43,6 +43,7 @@ def routed_experts(
         >>> [choices.shape for choices in routed_experts(replay, valid=torch.tensor([[1, 1, 1], [1, 1, 0]]))]
         [torch.Size([3, 1, 2]), torch.Size([2, 1, 2])]
     """
+    # [tokens, layers, K], and then the rows of each sequence
     kept = [replay.choices[name][forward].kept for name in replay.views]
     if any(part.shape != kept[0].shape for part in kept):
         raise ValueError(f"the gates chose {[list(part.shape) for part in kept]}, not all [tokens, K] alike")
@@ -84,6 +85,7 @@ def load_routed_experts(
         ...     mlp.gate(torch.randn(2, 8))[0].tolist()
         [[3, 0], [1, 2]]
     """
+    # 1. where each sequence's tokens are in the batch
     parts = [torch.as_tensor(array, device="cpu").long() for array in arrays]
     if valid is None:
         if len(parts) != 1:
@@ -93,6 +95,7 @@ def load_routed_experts(
     places = _places(mask, sequence_first)
     if len(parts) != len(places):
         raise ValueError(f"there are {len(parts)} arrays, but valid has {len(places)} sequences")
+    # 2. the choices of all B * S tokens and layers
     views = replay.views
     top_k = parts[0].shape[-1]
     # a token that no array has, as padding, chooses anew
@@ -104,6 +107,7 @@ def load_routed_experts(
                 f"{len(views)} layers with gates: [tokens, {len(views)}, {top_k}] is expected"
             )
         whole[place[: part.shape[0]]] = torch.where((part == -1).all(-1, keepdim=True), CHOOSE_ANEW, part)
+    # 3. for each gate its layer, once it fits
     for layer, (name, view) in enumerate(views.items()):
         chosen = whole[:, layer].contiguous()
         if view.top_k not in (None, top_k):
@@ -126,12 +130,12 @@ def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> tor
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"routed experts are no base64: {error}") from None
-    row = 4 * num_layers * top_k
+    row = 4 * num_layers * top_k  # bytes of a token
     if len(data) % row:
         raise ValueError(
             f"{len(data)} bytes of routed experts are no multiple of {row}, {num_layers} layers of {top_k} int32"
         )
-    if not data:
+    if not data:  # frombuffer() takes no empty bytes
         return torch.empty(0, num_layers, top_k, dtype=torch.int32, device="cpu")
     numbers = torch.frombuffer(bytearray(data), dtype=torch.int32)
     return numbers.reshape(-1, num_layers, top_k)

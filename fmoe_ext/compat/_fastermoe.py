@@ -124,12 +124,14 @@ def global_policy(
     shadows = no_shadow_policy(local_expert_count, _gec, num_expert, world_size, device)
     if world_size == 1:
         return shadows
+    # sizes of the layer and speeds of the machine; the defaults are FasterMoE's
     d_model = int(float_from_env("FMOE_FASTER_GLBPLC_DMODEL", d_model))
     d_hidden = int(d_model * float_from_env("FMOE_FASTER_GLBPLC_ALPHA", 2))
     speeds = Hardware(
         float_from_env("FMOE_FASTER_GLBPLC_NETBW", 50e9 / 8),
         float_from_env("FMOE_FASTER_GLBPLC_GPUTP", 11.5e12),
     )
+    # the load of all ranks, so that every rank chooses the same experts
     load = _ranks.sum_over_ranks(local_expert_count, world_size).tolist()
     shadows[list(choose_shadows(load, world_size, Layer(d_model, d_hidden), speeds))] = True
     return shadows

@@ -67,11 +67,13 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
     inp [B, *] or a nest of such tensors, gate [B, K] or [B], -1 for dropped choices -> [B * K, *], row b * K + k for
     choice k of token b, zero if it was dropped.
     """
+    # pos: choices sorted by expert; a choice's row is that of its token
     pos, local_expert_count, global_expert_count, fwd_expert_count, fwd_batch_size = prepare_forward(
         gate, num_expert, world_size
     )
     top_k = gate.shape[1] if gate.dim() == 2 else 1
     source = torch.div(pos, top_k, rounding_mode="floor")  # choice b K + k is of token b
+    # every tensor of a nest goes the same way
     x = map_structure(
         lambda leaf: MOEScatter.apply(
             leaf, source, local_expert_count, global_expert_count, fwd_batch_size, world_size

@@ -34,6 +34,7 @@ from fmoe_ext.doctor.subject import copied
 
 def evaluation(case: Case) -> Iterator[Finding]:
     """Two evaluations with other random numbers are equal and leave the state as it was."""
+    # 1. two evaluations, and the state after them
     model = case.copy().eval()
     before = {n: v.clone() for n, v in state_of(model).items()}
     losses = []
@@ -46,6 +47,7 @@ def evaluation(case: Case) -> Iterator[Finding]:
     yield verdict(
         "bias-once", moved[0] if moved else "", bool(moved), f"{len(moved)} tensors moved in evaluation"
     )
+    # 2. the choices of training and of evaluation
     random = draws_numbers(case)
     _, watch = case.run(case.copy().eval(), case.subject.batch, case.subject.task)
     for name, choices in case.choices.items():
@@ -288,6 +290,7 @@ def adapters(case: Case) -> Iterator[Finding]:
         yield verdict("adapter-targets", target, count == 0, f"{count} adapter tensors")
     if not names:
         return
+    # random numbers on every adapter: the loss must move, and each tensor must have a gradient
     base = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[0].detach()
     model = case.copy().eval()
     parameters = dict(model.named_parameters())

@@ -86,6 +86,7 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
         True
     """
     began = time.perf_counter()
+    # restored at the end: checks seed the generator
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)  # small tensors: several threads wait longer than they compute
     try:

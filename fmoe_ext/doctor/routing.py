@@ -68,7 +68,7 @@ def routing(case: Case) -> Iterator[Finding]:
         if probe.cannot is not None:
             yield verdict("choice", layer.name, None, f"the layer is not examined alone: {probe.cannot}")
             continue
-        used, shared = probe.used, probe.by_design
+        used, shared = probe.used, probe.by_design  # bool [T, M]; why tokens depend on each other, or None
         yield _as_in_training(probe, shared)
         kept = (
             "the layer leaves its input as it is"
@@ -77,10 +77,12 @@ def routing(case: Case) -> Iterator[Finding]:
         )
         yield verdict("own-row", layer.name, not probe.input_kept, kept)
         yield from _rows(probe, shared)
+        # what follows is about the experts of each token
         if not used.any():
             yield verdict("choice", layer.name, None, "no expert that is measured adds to the output")
             continue
         yield from _used_as_chosen(probe, used, shared)
+        # and this about the effect of scores
         if probe.scores is None or shared is not None:
             why = shared or "the product with the router's weight is not visible"
             yield verdict("choice", layer.name, None, why)

@@ -34,17 +34,19 @@ def unused(case: Case) -> Iterator[Finding]:
     """
     for layer in case.layers:
         experts = list(layer.parameters())
+        # the whole layer
         if experts and not any(n in case.grads for n in [*experts, *layer.routers]):
             trains = any(p.requires_grad for p in layer.parameters().values())
             yield verdict(
                 "used", layer.name, trains or None, "no expert and no router is in the loss's graph"
             )
             continue
+        # what is neither an expert's nor a router's, such as shared experts and latent projections
         own = {*experts, *layer.routers}
         prefix = f"{layer.name}." if layer.name else ""
         others = [n for n, p in case.model.named_parameters() if n.startswith(prefix) and p.requires_grad]
         idle = [n for n in others if n not in own and "lora_" not in n and not _has(case.grads.get(n))]
-        if idle:
+        if idle:  # once more from other values: a product with zeros has no gradient
             model = case.copy()
             generator = torch.Generator("cpu").manual_seed(0)
             with torch.no_grad():
@@ -226,7 +228,7 @@ def bias_direction(case: Case) -> Iterator[Finding]:
     after = {x.name: _biases(x) for x in layers_of(case.stepped([case.subject.batch])[0])}
     for layer in case.layers:
         for name, start in _biases(layer).items():
-            acts = _answer(case, layer, name)
+            acts = _answer(case, layer, name)  # the effect of the bias on choices, and its move in a step
             move = (after[layer.name][name] - start).detach().double()
             if not acts and not move.any():
                 yield verdict(

@@ -84,6 +84,7 @@ def _with_users_sizes(target: Target, options: Options) -> DenseMLP:
     dense = target.dense
     if options.d_model is not None and dense.d_model not in (None, options.d_model):
         raise ValueError(f"d_model={options.d_model}, but {target.path} has {dense.d_model}")
+    # copies of weights need weights, and keep the activation that they were trained with
     if options.init == "upcycle":
         if dense.why_unreadable:
             raise ValueError(
@@ -124,7 +125,7 @@ def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> 
 
 def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
     """Collect the arguments of FMoETransformerMLP: from the user, else the model kind, else the default group."""
-    kwargs = dict(target.moe_kwargs)
+    kwargs = dict(target.moe_kwargs)  # the model kind's
     if not options.distributed_experts:
         kwargs.pop("moe_group", None)
         kwargs["world_size"] = 1
@@ -137,6 +138,7 @@ def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
     num_local_experts = options.experts_of_rank(kwargs["world_size"])
     if num_local_experts is not None:
         kwargs["num_expert"] = num_local_experts
+    # experts that ranks share are different ones: their gradients are not averaged
     kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
     return kwargs
 

@@ -213,7 +213,7 @@ def fmoefy(
 def _check(options: Options) -> None:
     """Raise TypeError or ValueError for arguments that do not fit each other, before a model changes."""
     known = {*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)} - {"num_expert"}
-    for name in options.moe_kwargs:
+    for name in options.moe_kwargs:  # a misspelt keyword, with the nearest name
         if name not in known:
             of_rank = name in ("num_expert", "fmoe_num_experts")  # FastMoE's names
             near = ["num_local_experts"] if of_rank else difflib.get_close_matches(name, sorted(known), 1)

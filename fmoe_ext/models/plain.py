@@ -43,7 +43,7 @@ def _walk(
     if isinstance(module, FMoE):
         return
     if matches(path, module):
-        if isinstance(module, LAYERS):
+        if isinstance(module, LAYERS):  # the MLP is not a module of its own
             yield _of_torch_layer(path, module, encoders)
             return
         if parent is None:

@@ -29,7 +29,7 @@ def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
             'init="upcycle" copies the dense MLP into experts of its width, but latent_size= makes them narrower: '
             'leave latent_size out, or take init="random"'
         )
-    if split == 1:
+    if split == 1:  # copies: any choice of experts gives the same
         return
     for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):
         if value % split != 0:
@@ -42,6 +42,7 @@ def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
             f"split={split} needs a gate that chooses by its scores alone: NaiveGate, SoftmaxGate, SigmoidGate or "
             f"UniformGate, but got {type(gate).__name__}"
         )
+    # experts that are chosen together must be in one of the gate's groups
     num_groups = getattr(gate, "num_groups", 1)
     if layer.num_experts // num_groups % split != 0:
         raise ValueError(

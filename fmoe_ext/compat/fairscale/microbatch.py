@@ -71,6 +71,7 @@ def gather(outputs: list[Values]) -> Values:
     first = outputs[0]
     if isinstance(first, Tensor):
         return first if len(outputs) == 1 else torch.cat(outputs)  # type: ignore[arg-type]
+    # a tuple: each of its places by itself
     joined: list[Any] = []
     for parts in zip(*outputs, strict=True):
         are_tensors = {isinstance(part, Tensor) for part in parts}

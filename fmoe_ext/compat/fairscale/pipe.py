@@ -104,6 +104,7 @@ class Pipe(nn.Module):
             num_cuda = torch.cuda.device_count()
             devices = [torch.device("cuda", i) for i in range(num_cuda)] or ["cpu"] * len(balance)
         found = [torch.device(device) for device in devices]
+        # more devices than partitions are left alone
         if len(found) < len(balance):
             raise IndexError(
                 f"too few devices to hold given partitions (devices: {len(found)}, partitions: {len(balance)})"

@@ -144,6 +144,7 @@ def skippable(
     """
 
     def decorate(layer_class: type[nn.Module]) -> type[Skippable]:
+        # a subclass of Skippable with the name, module and docstring of the layer's class, as it prints and pickles
         names = {
             "layer_class": layer_class,
             "stashes": frozenset(stash),

@@ -112,6 +112,7 @@ def fmoefy(
         raise ValueError(
             f"num_experts and fmoe_num_experts are one argument, but got {num_experts} and {fmoe_num_experts}"
         )
+    # FastMoE counts the experts of each rank, fmoe_ext.fmoefy those of all ranks
     num_local_experts = fmoe_num_experts if num_experts is None else num_experts
     options = (distributed_experts, hidden_hidden_size, top_k, gate, megatron_version)
     return _fmoefy(model, None, *options, num_local_experts=num_local_experts)
