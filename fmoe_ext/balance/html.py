@@ -105,10 +105,11 @@ def figure(
 ) -> str:
     """Show relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
 
-    up, along: names of all lines and columns. Some stand beside the middle of their line or below that of their column.
+    up, along: names of all lines and columns. Some of them are shown, beside the middle of a line or below a column's.
     """
     data = base64.b64encode(png(_colours(relative))).decode()
     caption = html.escape(caption)
+    # a line gets LINE pixels within bounds, and a label never less than LABEL
     height = max(LEAST, min(MOST, LINE * len(up)), LABEL * len(places(len(up))))
     shape = 'class="square"' if square else f'style="height:{height}px"'
     width = max(len(up[i]) for i in places(len(up)))
@@ -121,7 +122,7 @@ def figure(
 
 
 def bars(relative: Sequence[float], caption: str, names: Sequence[str]) -> str:
-    """Show a bar for each number, from 0 up; a line at 1. names: of the bars, of which some stand below them."""
+    """Show a bar for each number, from 0 up, and a line at 1. names: of all bars; some stand below them."""
     top = max(2.0, *relative)
     shapes = "".join(
         f'<rect class="{"more" if value > 1 else "less"}" x="{i + 0.1:.1f}" y="{top - value:.3f}" width="0.8" '
@@ -139,6 +140,7 @@ def bars(relative: Sequence[float], caption: str, names: Sequence[str]) -> str:
     )
 
 
+# the names of places(): a span for each, placed in percent of the picture from this side
 def _labels(names: Sequence[str], side: str) -> str:
     return "".join(
         f'<span style="{side}:{100 * (i + 0.5) / len(names):.3f}%">{names[i]}</span>'

@@ -78,6 +78,7 @@ def _recent_share(gate: GateSummary) -> torch.Tensor:
     return recent / recent.mean().clamp(min=1e-9)
 
 
+# a bar for each expert of each layer, over the last quarter of the steps
 def _who_got_what(summary: Summary) -> str:
     figures = []
     for gate in summary.gates:
@@ -96,6 +97,7 @@ def _who_got_what(summary: Summary) -> str:
     )
 
 
+# a table with a row for each notable expert: its most frequent tokens, and when it was last chosen
 def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     rows = []
     for gate in summary.gates:
@@ -125,6 +127,7 @@ def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     )
 
 
+# a table with a row for each layer: balance.summarize over the whole run
 def _how_even(summary: Summary) -> str:
     counted = ("busiest / mean", "cv", "entropy", "dropped", "dead", "overloaded")
     header = ("layer", "experts", *counted, "busiest / mean over the steps")
@@ -167,6 +170,7 @@ def _curve(values: list[float]) -> str:
     )
 
 
+# a picture for each layer: experts x bins of steps, load over the mean of the bin
 def _over_steps(summary: Summary) -> str:
     figures = []
     steps = [f"{step:,}" for step in summary.bins]
@@ -181,6 +185,7 @@ def _over_steps(summary: Summary) -> str:
     )
 
 
+# a picture for each of the first layers: experts x experts, how often a token chose both
 def _together(summary: Summary) -> str:
     figures = []
     for gate in summary.gates[:_NUM_TOGETHER_PICTURES]:

@@ -28,7 +28,7 @@ from fmoe_ext.tokens import Batch, current_batch, leaves_of
 
 
 class Tape(Protocol):
-    """What a gate asks for its choices while they are recorded or replayed."""
+    """State of a gate while its choices are recorded or replayed: the gate asks it for them."""
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Return the choices that the forward uses [T, K]; pick() returns the gate's own."""

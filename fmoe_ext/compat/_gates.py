@@ -124,7 +124,7 @@ def limit_by_capacity(
     # what earlier ranks leave of each expert's capacity [rank, expert]
     room = capacity - (count.cumsum(0) - count)
     new_gec = room.clamp(min=0).minimum(count).flatten()
-    new_lec = _ranks.exchange_counts(new_gec, world_size)  # each rank is told how many of its choices stay
+    new_lec = _ranks.exchange_counts(new_gec, world_size)  # how many of this rank's choices each expert keeps
     choices = topk_idx if topk_idx.dim() == 2 else topk_idx.reshape(-1, 1)
     kept = ops.apply_capacity(choices, num_expert * world_size, new_lec)
     return new_lec, new_gec, kept.view(topk_idx.shape)

@@ -31,6 +31,7 @@ def get_moe_group() -> Group:
     return _ranks.get_group()
 
 
+# FastMoE's private variable, which programs read
 def __getattr__(name: str) -> Any:
     if name == "_moe_group":
         return _ranks.get_group()

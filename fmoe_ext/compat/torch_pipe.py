@@ -126,6 +126,7 @@ class Pipe(pipe.Pipe):
         return LocalResult(self._run(inputs[0] if len(inputs) == 1 else inputs))
 
 
+# torch's layers take the values of a tuple one by one
 class _Partition(pipe.Partition):
     def _call(self, layer: nn.Module, values: Values) -> Any:
         return layer(*values) if isinstance(values, tuple) else layer(values)

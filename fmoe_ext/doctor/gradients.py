@@ -176,6 +176,7 @@ def own_backward(case: Case) -> bool:
 def experts_differ(case: Case) -> Iterator[Finding]:
     """No two experts have equal values; after a step, if the model says that they begin equal."""
 
+    # the experts a and b of a layer have a matrix in common
     def equal_in(layer: Layer, a: int, b: int) -> bool:
         pairs = list(zip(*(layer.expert(e, lambda p: p) for e in (a, b)), strict=True))
         matrices = [(x, y) for x, y in pairs if x.ndim > 1] or pairs
@@ -313,6 +314,7 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     if wrong_size or dead is not False:
         return
 
+    # forward hook: the layer's output without its graph
     def cut(module: torch.nn.Module, args: object, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return output.detach()

@@ -1,4 +1,4 @@
-"""What the doctor says: INVARIANTS with their advice, the Finding of a check, and the Report as lines and as JSON."""
+"""Findings of the doctor: INVARIANTS with their advice, the Finding of a check, the Report as lines and as JSON."""
 
 from __future__ import annotations
 

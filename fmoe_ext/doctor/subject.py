@@ -32,7 +32,7 @@ Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the model's own loss, else a fixed random projection of its first floating output."""
+    """Return the model's own loss, else a fixed random function of its first floating-point output."""
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -91,19 +91,18 @@ class Subject:
     with_top_k: Callable[[int], nn.Module] | None = None  # the model with other K, the same weights
     # {name: the model with this option changed}
     options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-    adapted: Sequence[str] = ()  # parts of names that adapters shall cover
+    adapted: Sequence[str] = ()  # parts of parameters' names, each of which must have adapters
     merge: Callable[[Any], nn.Module] | None = None  # the model with its adapters merged into the weights
-    clip: Callable[[nn.Module, float], Any] | None = (
-        None  # (model, max_norm): scales gradients, returns their norm
-    )
+    # (model, max_norm): scales gradients, returns their norm
+    clip: Callable[[nn.Module, float], Any] | None = None
     build: Callable[[], nn.Module] | None = None  # a fresh model of other random weights
     recompute: Callable[..., Any] = _recomputed  # (forward, *args): the training's activation checkpointing
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # None: AdamW
     step: Callable[..., None] = train_step  # (model, optimizer, microbatches, loss)
-    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict  # makes what a file holds
+    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict  # returns a file's tensors
     load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = _load_by_name  # (model, saved)
     save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
-    upcycled: bool = False  # experts begin equal: they are compared after a step
+    upcycled: bool = False  # experts begin equal: whether they differ is asked after a step
 
     def task(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Compute the loss without the balance loss."""

@@ -55,6 +55,7 @@ def _readers(model: nn.Module) -> Iterator[tuple[nn.Module, _MaskReader]]:
         names = _parameters(m)
         if m is model or isinstance(m, FMoE) or not _has_moe(m) or not any("mask" in name for name in names):
             continue
+        # an encoder or decoder of FSMT is read as a model; other modules read their masks only if the tokens differ
         is_half = has_two_masks and "input_ids" in names
         yield m, _MaskReader(names) if is_half else _MaskOfLayerReader(names)
 
@@ -93,6 +94,7 @@ class _MaskReader:
         self._names = names
         self._open: list[Any] = []
 
+    # copies of the model run nothing yet: they begin with an empty stack
     def __deepcopy__(self, _: Any) -> _MaskReader:
         return type(self)(self._names)
 
@@ -141,10 +143,11 @@ class _MaskOfLayerReader(_MaskReader):
     def _batch(self, module: nn.Module, given: dict[str, Any]) -> Batch | None:
         outer = current_batch()
         tokens = given.get(self._names[0])
+        # only inside a model whose mask was read, and never in place of the user's valid_tokens()
         if not isinstance(outer, _BatchOfModel) or not isinstance(tokens, Tensor) or tokens.dim() != 3:
             return None
         size = tokens.shape[:2]
-        if outer.num_tokens == size.numel():
+        if outer.num_tokens == size.numel():  # the model's mask fits
             return None
         # the first mask that fits the tokens, attention_mask before others
         masks = sorted(

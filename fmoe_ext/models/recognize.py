@@ -40,7 +40,7 @@ _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class _UnreadableError(Exception):
-    """The reason why a module cannot be read as an MLP."""
+    """Ends the reading of a module: str() is the reason, which follows "but" in the errors of fmoefy."""
 
 
 class _EnoughError(BaseException):
@@ -124,6 +124,7 @@ def read_pair(
         with _probing(module, w1) as x:
             module.eval()
             run = _watch(module, pair, call, x, to_the_end=False)
+            # each is called once, in this order, with the activation alone between them
             if [m for m, _, _ in run.linears] != list(pair):
                 raise _UnreadableError("it does not call its two linear layers one after the other")
             (_, entering, h), (_, hidden, _) = run.linears
@@ -235,7 +236,7 @@ def _probing(module: nn.Module, weight: Tensor) -> Iterator[Tensor]:
     generator = torch.Generator("cpu").manual_seed(0)
     # drawn on the CPU: the same numbers on every device
     x = torch.randn(2, 3, weight.shape[1], device="cpu", generator=generator).to(weight)
-    modes = [(m, m.training) for m in module.modules()]
+    modes = [(m, m.training) for m in module.modules()]  # the caller chooses eval() or train()
     try:
         with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             yield x

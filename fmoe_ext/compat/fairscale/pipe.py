@@ -206,6 +206,7 @@ class Pipe(nn.Module):
         for partition in self.partitions:
             yield from partition  # type: ignore[misc]
 
+    # a module moved as a whole would leave its devices: refused
     def cuda(self, device: Any = None) -> "Pipe":
         raise TypeError(_DENIED)
 
@@ -247,7 +248,7 @@ class Pipe(nn.Module):
 
 
 class Partition(nn.Sequential):
-    """The layers of one device; what a layer raises is raised with the layer's name."""
+    """The layers of one device. What a layer raises gets a note with the layer's name."""
 
     def forward(self, values: Values) -> Values:
         for name, layer in self.named_children():
@@ -295,7 +296,7 @@ class _Work:
 
     def run(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
         """Return the layers' result, what they stashed, and their gates' losses; the gates forget theirs."""
-        skips = dict(skips)
+        skips = dict(skips)  # a checkpoint runs this again with the same ones
         kept = [gate.get_loss() for gate in self.gates]  # of a forward before this batch, not of a microbatch
         try:
             with keeping(skips):

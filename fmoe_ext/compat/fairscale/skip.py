@@ -33,6 +33,7 @@ class Namespace:
 SkipKey: TypeAlias = tuple[Namespace | None, str]
 Skips: TypeAlias = dict[SkipKey, Tensor | None]
 
+# context variables, which each thread has for itself
 _skips: ContextVar[Skips | None] = ContextVar("skips of the microbatch that is computed", default=None)
 _outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", default=None)
 

@@ -39,6 +39,7 @@ _PROFILE = _Profile()
 balance_dict = _PROFILE.figures  # FastMoE's name of it
 
 
+# FastMoE has a variable num_layers here: a module cannot bind a name to a field of _PROFILE
 def __getattr__(name: str) -> int:
     if name == "num_layers":
         return _PROFILE.num_layers
@@ -115,6 +116,7 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if not known:
             continue
+        # one reduction for each figure, of all layers together
         tensors = [v if isinstance(v, torch.Tensor) else torch.tensor(v, device="cpu") for _, v in known]
         figures = torch.stack([x.detach().float().reshape(()) for x in tensors])
         if dist.is_initialized():

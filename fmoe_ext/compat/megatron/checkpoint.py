@@ -103,7 +103,7 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
         raise ValueError(f"{tracker} must hold a number or 'release', but holds {text!r}")
     iteration = 0 if release else int(text)
     saved_by = []
-    for rank in (0, mpu.get_data_parallel_rank()):
+    for rank in (0, mpu.get_data_parallel_rank()):  # Megatron's file first
         file = get_fmoe_checkpoint_name(folder, iteration, release, rank)
         if not Path(file).is_file():
             raise FileNotFoundError(
@@ -136,10 +136,10 @@ def merge_state_dict(
 ) -> dict[str, Any]:
     """Put a rank's experts and their optimizer state into rank 0's state, which is changed."""
     _update_nested(state_dict_rank0["model"], state_dict_local["model"])
-    if "optimizer" not in state_dict_local:
+    if "optimizer" not in state_dict_local:  # saved with no_save_optim
         return state_dict_rank0
     merged, local = state_dict_rank0["optimizer"], state_dict_local["optimizer"]
-    if fp16:
+    if fp16:  # None: no expert's
         for into, params in zip(merged["fp32_from_fp16_params"], local["fp32_from_fp16_params"], strict=True):
             for i, p in enumerate(params):
                 if p is not None:
@@ -181,7 +181,7 @@ def _only_chunk(model: Any) -> Any:
             f"the model must be one chunk, but there are {len(chunks)} (an interleaved pipeline)"
         )
     module = chunks[0]
-    while hasattr(module, "module"):
+    while hasattr(module, "module"):  # wrappers: data parallelism, Float16Module
         module = module.module
     return module
 

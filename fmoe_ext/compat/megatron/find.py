@@ -29,7 +29,7 @@ LOOKED_FOR = (
 def find(model: nn.Module, options: Options) -> list[Target]:
     """Find the MLPs of a legacy Megatron model; all ranks call it together if it is tensor parallel."""
     if type(model).__module__.split(".")[0] == "transformers":
-        return []  # some have a language_model too
+        return []  # some of its models have a language_model, too
     found = [
         (f"language_model.{name}.layers.{i}.mlp", layer)
         for name, layers in stacks(model, options.megatron_version)

@@ -63,6 +63,7 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
     """Make the arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
     if not dist.is_initialized():
         return {"world_size": 1, "expert_dp_comm": "dp"}
+    # data parallel alone, then expert parallel over the same ranks, then tensor parallel
     mpu = get_mpu()
     data_group = mpu.get_data_parallel_group()
     arguments: dict[str, Any] = {"world_size": 1, "expert_dp_comm": "dp", "gate_group": data_group}
