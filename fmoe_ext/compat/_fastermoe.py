@@ -193,6 +193,7 @@ def _fmoe_general_global_forward(
     return _general_forward(inp, gate, all_experts, n_expert, world_size)
 
 
+# x: rows sorted by expert, as count says
 def _each_expert(expert_fn: _ExpertFn, x: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
     parts = x.split(count.tolist())
     return torch.cat([expert_fn(rows, count[idx : idx + 1], idx) for idx, rows in enumerate(parts)])

@@ -26,6 +26,7 @@ class _ModelDtype:
     """
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> Any:
+        # a user's forward may have no such argument: it is passed if it is asked for
         options = (return_all_scores,) if return_all_scores else ()
         topk_idx, topk_weights, *rest = super().forward(inp, *options)  # type: ignore[misc]
         device, dtype = inp.device.type, inp.dtype
@@ -107,6 +108,7 @@ class SwipeGate(NaiveGate, gates.SwipeGate):
         return super()._swipe(topk_idx)
 
     def _find_ranks(self) -> None:
+        # OneRank: no layer has given it the ranks of its group
         if self.world_size > 1 and type(self.ranks) is OneRank:
             self.ranks = GroupRanks(_ranks.get_group())
 

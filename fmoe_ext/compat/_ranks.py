@@ -20,7 +20,7 @@ from fmoe_ext.ep.ranks import gather_rows
 
 
 class _State:
-    group: Group = None
+    group: Group = None  # None: the default group
 
 
 def set_group(group: Group) -> None:
@@ -83,6 +83,7 @@ def all_gather(x: torch.Tensor, world_size: int, group: Any) -> list[torch.Tenso
 def _exchange(
     rows: torch.Tensor, send_count: torch.Tensor, recv_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
+    # rows for each rank, and from each rank
     counts = (to_host(count, world_size) for count in (send_count, recv_count))
     send, recv = (count.view(world_size, -1).sum(1).tolist() for count in counts)
     return exchange.global_exchange(rows, send, recv, exchange.register_group(_State.group))

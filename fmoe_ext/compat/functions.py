@@ -108,6 +108,7 @@ class MOEScatter(Function):
     def backward(ctx: Any, global_grad_in: torch.Tensor) -> tuple[Any, ...]:
         (pos,) = ctx.saved_tensors
         num_rows, local_expert_count, global_expert_count, world_size = ctx.arguments
+        # the way back of the rows; a token that was copied gets the sum of its copies' gradients
         grad = _ranks.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
         return _local_gather(grad, pos, num_rows), None, None, None, None, None
 
@@ -143,7 +144,7 @@ class AllGather(Function):
     @staticmethod
     def forward(ctx: Any, inp: torch.Tensor, rank: int, world_size: int, group: Group) -> torch.Tensor:
         parts = _ranks.all_gather(inp, world_size, group)
-        begin = sum(part.shape[0] for part in parts[:rank])
+        begin = sum(part.shape[0] for part in parts[:rank])  # ranks may have different numbers of rows
         ctx.rows = begin, begin + inp.shape[0]
         return torch.cat(parts)
 

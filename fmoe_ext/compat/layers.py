@@ -24,7 +24,7 @@ from fmoe_ext.tokens import map_structure
 from fmoe_ext.transformer import FMoETransformerMLP as _FMoETransformerMLP
 
 Activation = str | Callable[..., Any]
-fmoe_faster_schedule = False
+fmoe_faster_schedule = False  # a name of fmoe.layers that nothing here reads
 
 
 class FMoE(_FMoE):
@@ -162,11 +162,13 @@ class DistributedGroupedDataParallel(_DataParallel):
     """fmoe_ext's, but a parameter outside of FMoE layers gets the mean of its gradient over the group of its tag."""
 
     def _follow_tags(self) -> None:
+        # parameters of FMoE layers are fmoe_ext's matter, all others FastMoE's
         layers = [child for child in self.module.modules() if isinstance(child, _FMoE)]
         self._of_layers = {id(p) for layer in layers for p in layer.parameters()}
         super()._follow_tags()
 
     def _factor(self, p: nn.Parameter, tag: str) -> float:
+        # the factor of the mean over the tag's group: 1 leaves it as it is
         is_dense = tag != "none" and id(p) not in self._of_layers
         return 1.0 if is_dense else super()._factor(p, tag)
 

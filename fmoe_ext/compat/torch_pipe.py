@@ -92,6 +92,7 @@ class Pipe(pipe.Pipe):
         layers: list[nn.Module] = []
         balance: list[int] = []
         devices: list[torch.device] = []
+        # balance and devices from where the children are: neighbours on one device are a partition
         for name, child in module.named_children():
             if isinstance(child, WithDevice):
                 device = child.device
@@ -107,7 +108,7 @@ class Pipe(pipe.Pipe):
                 device = found.pop() if found else torch.device("cpu")
             # torch's Pipe counts the layers of an inner nn.Sequential as layers of its own
             inner = list(child) if isinstance(child, nn.Sequential) else [child]
-            # on the CPU one partition would be no pipeline: there each child is its own
+            # a new partition; on the CPU for each child, since one partition would be no pipeline
             if not (devices and devices[-1] == device and device.type != "cpu"):
                 balance.append(0)
                 devices.append(device)

@@ -145,6 +145,7 @@ def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
 
 def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...]) -> int:
     """Return a seed that the ranks of a layer share; raise unless they build the same layer, of the same sizes."""
+    # from the user's generator, so that torch.manual_seed() determines the model; rank 0's counts
     seed = [int(torch.randint(2**62, (), device="cpu"))]
     if kwargs["world_size"] > 1:
         group = find_group(register_group(kwargs.get("moe_group")))
@@ -159,7 +160,7 @@ def _seeded(device: torch.device, seed: int) -> Iterator[None]:
     is_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if is_cuda else []):
         torch.default_generator.manual_seed(seed)
-        if is_cuda:
+        if is_cuda:  # manual_seed() would seed all devices, of which one alone is restored
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield

@@ -244,6 +244,7 @@ def _replace(model: nn.Module, options: Options) -> nn.Module:
                 f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
                 "replace, match= points at others"
             )
+    # weights must be there whole: not on the meta device, not sharded by FSDP
     for name, p in model.named_parameters():
         if p.is_meta or is_dtensor(p):
             what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"

@@ -119,6 +119,7 @@ def fill_randomly(layer: FMoETransformerMLP, dense: Any, first: int, seed: int) 
     among all ranks; first is the number of the first one here.
     """
     w1, b1, w2, b2 = layer.experts.weights
+    # w [experts, out, in]
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
     stds = default if dense.w1 is None else [_std(*dense.w1_parts), _std(dense.w2)]
     for i in range(layer.num_local_experts):
@@ -134,5 +135,6 @@ def _std(*parts: Tensor) -> float:
     return math.sqrt(sum(w.float().var(correction=0).item() for w in parts) / len(parts))
 
 
+# the numbers follow from the seed and an expert's number, not from the ranks
 def _generator(like: Tensor, seed: int, number: int) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(seed + number)

@@ -37,6 +37,7 @@ def balance_by_time(
     tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
     where = tensor.device if device is None else torch.device(device)
     copy = deepcopy(module).train().to(where)  # buffers, gradients and gates' losses are its own
+    # seconds of each layer's forward and backward, once for each run; the median goes into the balance
     runs: list[list[float]] = []
     start = time.perf_counter()
     while not runs or time.perf_counter() - start < timeout:

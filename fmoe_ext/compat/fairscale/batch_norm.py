@@ -52,7 +52,7 @@ class DeferredBatchNorm(nn.Module):
         """
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"x must have shape [B, {self.num_features}, *], but got {list(x.shape)}")
-        if not self.training:
+        if not self.training:  # as nn.BatchNorm
             statistics = self.running_mean, self.running_var
             return F.batch_norm(x, *statistics, self.weight, self.bias, False, 0.0, self.eps)
         if not is_recomputing():  # else the microbatch was counted by its first forward

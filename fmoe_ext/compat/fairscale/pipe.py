@@ -256,6 +256,7 @@ class Partition(nn.Sequential):
                 result = self._call(layer, values)
                 check_values(result, f"the result of layer {name!r}")
             except Exception as error:
+                # written for torch's Pipe, which unpacks tuples: FairScale's gives them whole
                 if isinstance(error, TypeError) and _needs_several(layer, values):
                     raise TypeError(
                         f"layer {name!r} of Pipe, a {type(layer).__name__}, must take the tuple of {len(values)} "
@@ -320,7 +321,7 @@ def check_layers(module: object) -> None:
             f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}: write the steps of its "
             "forward as layers of an nn.Sequential, for example nn.Flatten() for torch.flatten(x, 1)"
         )
-    if len(list(module.named_children())) != len(module):
+    if len(list(module.named_children())) != len(module):  # named_children() lists a module once
         raise ValueError(
             "module with duplicate children is not supported: each layer can be on one device only"
         )
@@ -329,7 +330,7 @@ def check_layers(module: object) -> None:
 
 def _needs_several(layer: nn.Module, values: Values) -> bool:
     """Return True if a layer takes the values of a tuple one by one, and not as one argument."""
-    while isinstance(layer, nn.Sequential) and len(layer):
+    while isinstance(layer, nn.Sequential) and len(layer):  # its first layer gets them
         layer = layer[0]
     takes = inspect.signature(layer.forward)
     return isinstance(values, tuple) and not _binds(takes, values) and _binds(takes, *values)

@@ -28,6 +28,7 @@ def get_fmoe_checkpoint_name(
     mpu = get_mpu()
     if data_parallel_rank == -1:
         data_parallel_rank = mpu.get_data_parallel_rank()
+    # the others' names are Megatron's with _dp_rank_<dp> behind the folder of the rank
     if data_parallel_rank == 0:
         return _megatron("get_checkpoint_name")(checkpoints_path, iteration, release)
     folder = "release" if release else f"iter_{iteration:07d}"
@@ -49,6 +50,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
         return
     args = get_args()
     module = _only_chunk(model)
+    # keep_vars: parameters instead of plain tensors, whose dp_comm tells the experts
     state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
     if not args.no_save_optim and optimizer is not None:
         # Entries of the optimizer are by the number of the parameter: the numbers stay, entries of others are left out.
@@ -162,6 +164,7 @@ def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
     return experts
 
 
+# different on each data-parallel rank: no reduction at all, or one over tensor-parallel copies
 def _is_expert(p: Any) -> bool:
     return getattr(p, "dp_comm", "dp") in ("none", EXPERTS_TAG)
 
@@ -186,5 +189,6 @@ def _only_chunk(model: Any) -> Any:
     return module
 
 
+# imported when it is needed: without Megatron-LM this module imports all the same
 def _megatron(name: str) -> Any:
     return getattr(importlib.import_module("megatron.checkpointing"), name)

@@ -102,5 +102,6 @@ def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
     data_group = mpu.get_data_parallel_group()
     groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": _stage_group(args)}
     if getattr(args, "tensor_model_parallel_size", 1) > 1:
+        # copies of an expert, whose gradients are of different slices of the tokens
         groups[f"{EXPERTS_TAG}_group"] = mpu.get_tensor_model_parallel_group()
     return groups
