@@ -26,7 +26,7 @@ class _ModelDtype:
     """
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> Any:
-        # a user's forward may have no such argument: it is passed if it is asked for
+        # ZeroGate's forward has no such argument
         options = (return_all_scores,) if return_all_scores else ()
         topk_idx, topk_weights, *rest = super().forward(inp, *options)  # type: ignore[misc]
         device, dtype = inp.device.type, inp.dtype

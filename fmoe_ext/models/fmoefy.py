@@ -171,7 +171,7 @@ def fmoefy(
     load another saved state dict, fmoefy a model of the dense configuration first.
     Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
-    init="upcycle" with a gate whose weights have no constant sum.
+    init="upcycle" with a gate whose weights have no constant sum. Of a list, the models before this one are replaced.
     Equivalent to: layer.mlp = FMoETransformerMLP(num_experts=num_experts, d_model=d_model, ...) for every layer.
 
     Example:
