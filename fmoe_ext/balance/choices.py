@@ -110,9 +110,9 @@ class ChoiceLog:
     def end_step(self, step: int | None = None, token_ids: torch.Tensor | None = None) -> None:
         """Write what was chosen since the last call; the only call that waits for the device.
 
-        step: its number, counted if None. token_ids: what the tokens were, in the order in which gates got them and
-        without padding, so that the report can say which tokens feed an expert. Raises ValueError for another number of
-        ids than every gate got tokens.
+        step: its number; None counts the calls. token_ids: the ids of the tokens, in the order in which the gates got
+        them and without padding, so that the report can say which tokens an expert gets. Raises ValueError if some gate
+        did not get as many tokens as there are ids.
         """
         number = self._num_ended if step is None else step
         is_wanted = self._num_ended % self.every == 0

@@ -106,7 +106,7 @@ class LayerCounters:
                     getattr(self, name).zero_()
 
     def _add(self, noted: Sequence[_Forward]) -> None:
-        """Add in as many operations as there are counters; none waits for the device."""
+        """Add forwards to the sums, by about one operation for each counter; none waits for the device."""
         sums, num = self._sums, len(noted)
         loads = torch.stack([forward.load for forward in noted])  # [num, E]
         sums["tokens_per_expert"] += loads.sum(0)

@@ -60,7 +60,7 @@ polyline { fill: none; stroke: var(--above); stroke-width: 1.5; }
 
 
 def document(title: str, body: str) -> str:
-    """Make a whole page."""
+    """Return a whole page with this body, HTML, and the style in it."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
         f'initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
@@ -103,7 +103,7 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int,
 def figure(
     relative: torch.Tensor, caption: str, up: Sequence[str], along: Sequence[str], square: bool = False
 ) -> str:
-    """Show relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
+    """Show numbers [lines, columns] as a picture: 1 has no colour, more and less have one each, NaN is grey.
 
     up, along: names of all lines and columns. Some of them are shown, beside the middle of a line or below a column's.
     """

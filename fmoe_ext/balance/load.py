@@ -118,7 +118,7 @@ class LoadMonitor:
 
         sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them.
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
-        experts that got no token in the last warn_after steps.
+        experts that got no token in the last warn_after forwards.
         """
         total = sum_over_ranks or (lambda counted: counted)
         layers = {}
@@ -179,7 +179,8 @@ class LoadMonitor:
 def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
     """Begin to count the tokens of every expert of a model -> LoadMonitor.
 
-    warn_after: collect() warns about experts without a token for so many steps. ValueError for a model without gates.
+    warn_after: collect() warns about experts that got no token in this many forwards. ValueError for a model without
+    gates.
 
     Example:
 
@@ -237,7 +238,7 @@ def write(record: Record, target: Any) -> None:
 
 
 def draw(history: Sequence[Record], path: str | Path) -> None:
-    """Draw the picture of LoadMonitor.plot from a list of records, for example the lines that write() wrote."""
+    """Draw the picture of LoadMonitor.plot() from records, for example those that write() wrote to a file."""
     from matplotlib import colormaps  # optional: imported at its first use
     from matplotlib.figure import Figure
 

@@ -31,7 +31,7 @@ _NUM_TOGETHER_PICTURES = 12  # layers whose pairs are drawn
 
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
-    """Write the page. vocabulary: the text of token ids."""
+    """Return the page as HTML. vocabulary: {token id: text}; ids that it does not have are shown as numbers."""
     dropped = sum(float(gate.dropped.sum()) for gate in summary.gates)
     choices = sum(int(gate.load.sum()) for gate in summary.gates) + dropped
     bits = 8 * summary.num_bytes / max(choices, 1)

@@ -41,10 +41,10 @@ class RoutingReplay:
     For reinforcement learning, where the policy is evaluated with the experts that its rollout used ("routing replay"
     of GSPO, 2025), for distillation, and to compare precisions or kernels without the noise of other choices.
 
-    The gates are ours, or the routers of Transformers 5 and Megatron-core (docs/telemetry.md); of the latter remove()
-    takes the hooks away again. choices: {name of the gate: one Choices for each forward}, in order; play() goes through
-    them, and around. A forward that activation checkpointing repeats chooses what the first one chose. choices may be
-    saved and loaded; balance.load_routed_experts() puts there what an inference engine chose.
+    The gates are ours, or the routers of Transformers 5 and Megatron-core (docs/telemetry.md), whose hooks stay until
+    remove(). choices: {name of the gate: one Choices for each forward}, in order; play() goes through them and
+    then begins again. A forward that activation checkpointing repeats chooses what the first one chose. choices may
+    be saved and loaded; balance.load_routed_experts() sets them to what an inference engine chose.
 
     Example:
 
@@ -86,7 +86,7 @@ class RoutingReplay:
             yield self
 
     def remove(self) -> None:
-        """Take the hooks of other libraries' routers away; backwards that repeat their forwards choose anew then."""
+        """Remove the hooks of other libraries' routers; a forward that a later backward repeats chooses anew then."""
         for view in self.views.values():
             view.remove()
 
@@ -172,7 +172,7 @@ class _Player:
 
     @property
     def _current(self) -> Choices:
-        """Return the choices of this forward; of its real tokens, if they are for padding too."""
+        """Return the choices of this forward, cut to its real tokens if padding has some, too."""
         choices, batch = self.choices[self.num_played % len(self.choices)], current_batch()
         if batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
             return choices
@@ -180,7 +180,7 @@ class _Player:
 
 
 def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Fill the given choices [T, K] up with the gate's own; ValueError for other sizes."""
+    """Replace CHOOSE_ANEW in the given choices [T, K] by the gate's own; ValueError for other sizes."""
     if given.shape != own.shape:
         raise ValueError(f"the choices are {list(given.shape)}, but the gate chooses {list(own.shape)}")
     given = given.to(own.device)

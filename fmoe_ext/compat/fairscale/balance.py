@@ -25,7 +25,7 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Layers a partition, such that the slowest partition's forward and backward are as fast as possible.
+    """Return the numbers of layers of the partitions that make the slowest forward and backward as fast as possible.
 
     sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None. The
     module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
@@ -57,10 +57,10 @@ def balance_by_time(
 def balance_by_size(
     partitions: int, module: nn.Sequential, sample: Values, *, chunks: int = 1, param_scale: float = 2.0
 ) -> list[int]:
-    """Layers a partition, such that the largest partition's memory is as small as possible.
+    """Return the numbers of layers of the partitions that make the largest memory as small as possible.
 
-    A layer's memory: param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
-    and chunks times what its forward of sample, a microbatch, keeps for backward. Works on any device; nothing is
+    A layer's memory is param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
+    plus chunks times what its forward of sample, a microbatch, keeps for the backward. Works on any device; nothing is
     changed. Raises ValueError for fewer layers than partitions.
     """
     check_values(sample, "sample")

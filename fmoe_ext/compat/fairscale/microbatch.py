@@ -63,7 +63,7 @@ def _cut(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
 
 
 def gather(outputs: list[Values]) -> Values:
-    """Join the results of all microbatches to one batch's; values that are no tensors become a list.
+    """Join the results of all microbatches into the result of the batch; values that are no tensors become a list.
 
     Raises TypeError if only some microbatches have a tensor in a place.
     Equivalent to: torch.cat(outputs).

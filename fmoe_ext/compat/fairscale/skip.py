@@ -25,7 +25,7 @@ from fmoe_ext.pipeline.microbatch import Values
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """Keep tensors of one name apart: layer.isolate(Namespace()). A copy is the same namespace."""
+    """Keeps equal names of different layers apart: layer.isolate(Namespace()). A copy is the same namespace."""
 
     id: UUID = field(default_factory=uuid4)
 
