@@ -130,6 +130,7 @@ class LoadMonitor:
                 total(counters.gate_entropy_sum).item(),
                 total(counters.num_tokens).item(),
             )
+            # idle everywhere: an expert that any rank has used is alive
             served = total((counters.idle_steps < self.warn_after).long())  # [E], ranks with a recent token
             idle = (served == 0).nonzero().flatten().tolist()
             if idle:
@@ -218,7 +219,7 @@ def write(record: Record, target: Any) -> None:
         ...     sum(json.loads(file.readline())["layers"]["gate"]["tokens_per_expert"])
         20
     """
-    if hasattr(target, "add_scalar"):
+    if hasattr(target, "add_scalar"):  # a TensorBoard writer, of whatever package
         for number in SUMMARY_NUMBERS:
             values = {name: layer[number] for name, layer in record["layers"].items()}
             for name, value in values.items():

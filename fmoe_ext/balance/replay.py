@@ -134,7 +134,7 @@ class _Recorder:
         self.selected: torch.Tensor | None = None
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self.selected = selected = pick()
+        self.selected = selected = pick()  # until after_forward(), which has the choices that were kept
         return selected
 
     def after_forward(self, view: GateView, output: Any) -> None:
@@ -174,6 +174,7 @@ class _Player:
     def _current(self) -> Choices:
         """Return the choices of this forward, cut to its real tokens if padding has some, too."""
         choices, batch = self.choices[self.num_played % len(self.choices)], current_batch()
+        # rows: the places of the real tokens among num_tokens
         if batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
             return choices
         return Choices(*(batch.take(part.to(batch.rows.device)) for part in choices))

@@ -66,6 +66,7 @@ class GateView:
         """Let the tape choose in every forward of this thread inside the block."""
         gate: Any = self.module
 
+        # the tape hears of the output behind the gate, once choices have been dropped
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             return tape.after_forward(self, output) if gate.tape is tape else None
 
@@ -99,13 +100,14 @@ class RouterView(GateView):
 
     def __init__(self, module: nn.Module, num_experts: int, top_k: int):
         super().__init__(module, num_experts, top_k)
-        self._tapes: dict[int, Any] = {}  # {thread: tape}
+        self._tapes: dict[int, Any] = {}  # {thread: tape}: threads may share a model, and each plays its own
         self._hooks: list[RemovableHandle] = []
         self._forwards = Forwards()
         self._running = _Running()
 
     def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self.read(output)
+        # routers of other libraries get padding, too: its rows are left out here
         batch = current_batch()
         if batch.num_tokens != topk_idx.shape[0]:
             return topk_idx, topk_weights
@@ -141,6 +143,7 @@ class RouterView(GateView):
             tape, forward = Repeat(known.selected.long(), is_fused=False), None
         else:
             tape, forward = tape_of_thread(self._tapes), self._forwards.begin(leaves_of(x)[0], Batch())
+        # entered here and left in _after(): the mode spans the forward between the two hooks
         topk = _Topk(tape, self.num_experts, self.top_k)
         topk.__enter__()
         self._running.forwards = [*self._running.forwards, (topk, forward)]
@@ -155,6 +158,7 @@ class RouterView(GateView):
                 f"{type(module).__name__} did not choose by torch.topk over its {self.num_experts} experts, so that "
                 "its choices can be watched but neither recorded nor played (Megatron: moe_router_fusion=False)"
             )
+        # kept for a second forward, then shown to the tape
         forward.choose(topk.chosen, topk.chosen, False, self.num_experts)
         tensors = [part for part in output if isinstance(part, torch.Tensor)]
         self._forwards.keep(forward, tensors, module.training)
@@ -194,6 +198,7 @@ class _TransformersRouter(RouterView):
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [part for part in output if isinstance(part, torch.Tensor)]
+        # the first integers are the choices; their weights are the floats of the same shape (logits have E columns)
         topk_idx = next((part for part in parts if not part.is_floating_point()), None)
         for weights in parts:
             if topk_idx is not None and weights.is_floating_point() and weights.shape == topk_idx.shape:

@@ -75,7 +75,7 @@ def pop_expert_params(e: Sequence[nn.Module], idx: int) -> None:
         return
     stash: Any = expert.expert_param_stash
     for parameter, (value, grad) in zip(expert.parameters(), stash, strict=True):
-        parameter.copy_(value)
+        parameter.copy_(value)  # in place: optimizers and wrappers hold the parameter
         parameter.grad = grad
     del expert.expert_param_stash
 
@@ -170,6 +170,7 @@ class MoEForward:
         world_size: int,
     ) -> torch.Tensor:
         """Run a layer's forward with expert_fn(rows, number of rows [1], expert) -> [out_batch_size, *]."""
+        # pos_s: the token of each row; pos_g: the place of its choice in the output
         x = MOEScatter.apply(inp, pos_s, local_expert_count, global_expert_count, fwd_batch_size, world_size)
         count = global_expert_count.view(world_size, num_expert).sum(0)
         y = _each_expert(expert_fn, x, count)
@@ -187,6 +188,7 @@ def _fmoe_general_global_forward(
 ) -> torch.Tensor:
     """As fmoe.layers._fmoe_general_global_forward, with expert_fn(rows, number of rows [1], expert)."""
 
+    # fmoe.layers calls its expert_fn once for all experts, fmoe.fastermoe once for each
     def all_experts(x: torch.Tensor, fwd_expert_count) -> torch.Tensor:
         return _each_expert(expert_fn, x, fwd_expert_count)
 

@@ -46,7 +46,7 @@ def count_by_gate(
     Counts are int64 [num_expert * world_size] on the device of gate: what this rank sends to each expert, and what
     each rank sends to the experts here. pos: flat choices ordered by expert, None without require_pos.
     """
-    choices = gate.reshape(-1, 1)
+    choices = gate.reshape(-1, 1)  # each choice is a row of its own
     num_experts = num_expert * world_size
     if not require_pos:
         local_expert_count = ops.count_tokens(choices, num_experts)
@@ -62,6 +62,7 @@ def prepare_forward(
     """Do count_by_gate() -> (pos, lec, gec, rows of each expert here, rows of all of them); counts are on the CPU."""
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     assert pos is not None
+    # on the CPU, for the exchange must know its sizes; this waits for the device
     global_expert_count = _ranks.to_host(global_expert_count, world_size)
     fwd_expert_count = global_expert_count.view(world_size, num_expert).sum(0)
     return (

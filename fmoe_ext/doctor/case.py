@@ -81,7 +81,7 @@ class Case:
         self, model: nn.Module, batch: Batch, loss: Loss, change: ChangeScores | None = None
     ) -> tuple[torch.Tensor, Watch]:
         """Run a forward with fixed random numbers -> (loss, its Watch). change: of scores, as Watch takes it."""
-        torch.manual_seed(0)
+        torch.manual_seed(0)  # noise and dropout are the same in every run
         with Watch(layers_of(model), change).forward() as watch:
             value = loss(model, batch)
         return value, watch

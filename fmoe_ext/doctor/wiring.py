@@ -99,6 +99,7 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         model.get_submodule(layer.name).register_forward_pre_hook(_change_input(change))
 
     for layer in case.layers:
+        # the input becomes a leaf of the graph, whose gradient can be had
         seen: list[torch.Tensor] = []
 
         def as_leaf(x: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
@@ -212,6 +213,7 @@ def choice_bias(case: Case) -> Iterator[Finding]:
             with torch.no_grad():
                 value += _SHIFT * drawn_numbers(value.shape, 3).to(value)
             moved, other = case.run(model, case.subject.batch, case.subject.task)
+            # a choice that changed may change the loss: no verdict
             same = layer.name in watch.choices and all(
                 other.choices[n].equal(c) for n, c in watch.choices.items() if n in other.choices
             )
@@ -293,6 +295,7 @@ def grows(case: Case) -> Iterator[Finding]:
                 if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) for v in value)
             }
         )
+    # in both intervals: a list that is filled once stays
     growing = [n for n, size in sizes[0].items() if size < sizes[1].get(n, 0) < sizes[2].get(n, 0)]
     text = f"{len(growing)} lists hold tensors of every step so far"
     yield verdict("cleared", growing[0] if growing else "", bool(growing), text)

@@ -78,7 +78,7 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
         layer.dropout = nn.Identity()
         if isinstance(layer, nn.TransformerEncoderLayer):
             # Evaluation must not take torch's fused path, which reads linear1.weight.
-            layer.activation_relu_or_gelu = 0
+            layer.activation_relu_or_gelu = 0  # neither: no fused path
             for encoder in encoders:
                 if any(m is layer for m in encoder.layers):
                     encoder.use_nested_tensor = False
@@ -97,6 +97,7 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
         raise ValueError(
             f"{path or type(layer).__name__} is no MLP between its norms: {dense.why_unreadable}"
         )
+    # the dropout after linear2 is a module of its own and stays
     p = layer.dropout.p
     notes = (f"its dropout ({p}) between the linear layers is left out",) if p > 0 else ()
     return Target(f"{path}.linear1".lstrip("."), layer, "linear1", dense, finish=finish, notes=notes)

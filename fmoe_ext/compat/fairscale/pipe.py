@@ -169,6 +169,7 @@ class Pipe(nn.Module):
         if not self.partitions:
             return batch
         parts = scatter(batch, self.chunks)
+        # a small batch may have fewer parts than chunks
         for module in self.modules():
             if isinstance(module, DeferredBatchNorm):
                 module.begin_batch(len(parts))
@@ -178,6 +179,7 @@ class Pipe(nn.Module):
             # except_last: the backward begins with the last microbatch, whose activations would be freed for no time
             modes = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}
             num_checkpointed = modes[self.checkpoint]
+        # gates, norms and skips of each partition, looked for once a batch
         works = [_Work(partition) for partition in self.partitions]
         # a clock at a time, a partition at a time: what may run together is started together
         for clock in range(len(parts) + len(works) - 1):

@@ -105,6 +105,7 @@ class Skippable(nn.Module):
         if not isinstance(commands, Generator):
             _check_all_used(self, set())
             return commands
+        # one command at a time; send() goes on with the answer, and StopIteration has what forward returned
         used: set[str] = set()
         answer: Tensor | None = None
         while True:
@@ -187,6 +188,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                     f"'{layer_name}' redeclared '{key[1]}' as stashable but not isolated by namespace"
                 )
             stashed.add(key)
+    # what no later layer takes
     unpopped = sorted(name for _, name in stashed - popped)
     faults += [f"no module declared '{name}' as poppable but stashed" for name in unpopped]
     if faults:

@@ -52,6 +52,7 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
                 f"{accumulate_allreduce_grads_in_fp32} and {use_contiguous_buffers_in_ddp}: run Megatron with "
                 "--DDP-impl torch, or without --accumulate-allreduce-grads-in-fp32"
             )
+        # of _set_groups() or _init(), if one was called before
         super().__init__(module, **(data_parallel_groups() if _groups is None else _groups))
 
     def set_input_tensor(self, *args: Any, **kwargs: Any) -> Any:

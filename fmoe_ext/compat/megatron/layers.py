@@ -29,6 +29,7 @@ class MegatronMLP(FMoETransformerMLP):
             ours = find_gate(args.balance_strategy or "naive")
             # the gates of this package, where there is one: their weights have the model's dtype
             gate = getattr(_gates, getattr(ours, "__name__", ""), ours)
+        # process groups, and the options under either of their names
         layout = layer_arguments(args, args.distributed_experts)
         num_experts = getattr(args, "fmoe_num_experts", None) or args.num_experts
         super().__init__(

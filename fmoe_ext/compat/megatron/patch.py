@@ -30,6 +30,7 @@ def patch_model_provider(
     _check(Megatron_Version)
 
     def fmoefied_model_provider(*args: Any, **kwargs: Any) -> Any:
+        # hidden units of a dense MLP, shared among a token's experts
         options = get_args()
         if 4 * options.hidden_size % options.top_k:
             raise ValueError(
@@ -87,6 +88,7 @@ def _balance_loss(model: Any) -> torch.Tensor | None:
 
     The losses stay with the gates, because several patches read them in one step.
     """
+    # of the layers of this pipeline stage alone
     losses = [
         layer.mlp.gate.get_loss(clear=False).sum()
         for _, layers in stacks(model)
