@@ -66,7 +66,7 @@ class GateView:
         """Let the tape choose in every forward of this thread inside the block."""
         gate: Any = self.module
 
-        # the tape hears of the output behind the gate, once choices have been dropped
+        # the tape gets the output behind the gate, once choices have been dropped
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             return tape.after_forward(self, output) if gate.tape is tape else None
 
