@@ -204,6 +204,9 @@ def _attach(bank: Layer, found: dict[str, Layer], modules: dict[str, nn.Module])
             if bank.separate:
                 before = layer.separate or [{}] * size
                 layer.separate = [a | b for a, b in zip(before, bank.separate, strict=True)]
+            if bank.shards and len(layer.shards) in (0, len(bank.shards)):
+                before = layer.shards or [{}] * len(bank.shards)
+                layer.shards = [a | b for a, b in zip(before, bank.shards, strict=True)]
             return
         # one score more than experts: that of choosing nobody
         for scores in (size, size + 1) if bank.named else (size,):
