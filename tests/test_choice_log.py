@@ -111,6 +111,19 @@ def log_of_three(tmp_path):
     return tmp_path / "log"
 
 
+def test_step_that_ends_after_the_log_is_left_out(tmp_path):
+    """It began the file anew."""
+    model = layer()
+    log = balance.log_choices(model, tmp_path / "log")
+    model(tokens(0))
+    log.end_step(0)
+    written = log.path.read_bytes()
+    model(tokens(1))
+    log.close()
+    log.end_step(1)
+    assert log.path.read_bytes() == written
+
+
 def test_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):
     model, path = layer(), tmp_path / "log"
     with balance.log_choices(model, path) as log:
@@ -377,6 +390,18 @@ def test_record_that_expands_beyond_all_batches_is_refused(tmp_path):
     assert path.stat().st_size < 20_000
     with pytest.raises(balance.BadLog, match="has more than 16777216 choices"):
         summarize_logs([path])
+
+
+def test_report_of_other_ids_than_tokens_ends_in_one_error(tmp_path, capsys):
+    header = json.dumps({"gates": [GATE]}).encode()
+    data = b"fmoe choices 2\n" + struct.pack("<I", len(header)) + header
+    for number, count, body in ((0, 5, bytes(10)), (2**32 - 1, 3, bytes(12))):
+        packed = zlib.compress(body)
+        record = struct.pack("<IQII", len(packed), 7, number, count) + packed
+        data += struct.pack("<I", zlib.crc32(record)) + record
+    (tmp_path / "log").write_bytes(data)
+    assert main(["report", str(tmp_path / "log"), "-o", str(tmp_path / "page")]) == 2
+    assert "step 7 has 3 token ids, but gate chose for 5 tokens" in capsys.readouterr().err
 
 
 def test_report_of_many_gates_leaves_their_pairs_out(tmp_path, monkeypatch):

@@ -1,13 +1,20 @@
-"""The log of a run's choices on disk: written while training, bounded, read back record by record.
+"""The log of a run's choices: ChoiceLog writes it to disk while a model trains, read_log() reads it back.
 
-A file is _MAGIC, a length (uint32, little-endian) and that many bytes of JSON, then records one after the other:
+A file is _MAGIC, the length of the header (uint32), the header (JSON) and records, all numbers little-endian:
 
-    uint32 CRC-32 of the rest of the record, uint32 bytes of its body, uint64 step, uint32 gate, uint32 tokens, body
+    uint32  CRC-32 of the rest of the record
+    uint32  bytes of the body
+    uint64  step
+    uint32  gate: its place in "gates" of the header; 2**32 - 1 (TOKENS): the body has ids of tokens
+    uint32  tokens
+    body    a zlib stream: topk_idx [tokens, K], uint8 below 255 experts, else uint16; a number that no expert has is a
+            dropped choice. Or the ids [tokens], uint32.
 
-The body is a zlib stream. Of gate g (its number in the JSON's "gates") it holds topk_idx [tokens, K], as uint8 or, from
-255 experts on, as uint16; numbers that no expert has stand for dropped choices. Of gate 2**32 - 1, TOKENS, it holds the
-ids of the step's tokens, uint32. Of wide numbers all lowest bytes come first, then all of the next place, ...: the
-high ones hardly differ, and are packed faster and smaller than among the others.
+A number of several bytes is torn apart: the lowest bytes of all numbers come first, then the next ones, ... High bytes
+are nearly all alike and pack well once they stand together.
+
+The file is bounded. If a step does not fit, the file is written anew with every second of its steps, and from then on
+every second step is logged: it covers the whole run at any time, evenly.
 """
 
 from __future__ import annotations
@@ -33,15 +40,15 @@ from fmoe_ext.step import is_counted
 _MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
 _CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
-_MAX_JSON = 1 << 24
+_MAX_JSON = 1 << 24  # bytes of the header that are read, whatever length a forged file gives
 _MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
 _MAX_EXPERTS_OF_ALL = 2**17  # of all gates together: what a report counts for each stays below 200 MB
 _MAX_GATES = 512
-_MAX_CHOICES = 2**24  # of a record, which a few KB can stand for: a report reads one at a time
+_MAX_CHOICES = 2**24  # of a record, which a few KB of zlib can stand for: a report reads one at a time
 
 
 class BadLog(ValueError):
-    """A file that is no log of choices, or is damaged or cut off."""
+    """The file is no log of choices, or is damaged or cut off."""
 
 
 class Choice(NamedTuple):
@@ -64,8 +71,8 @@ class Gate:
 class ChoiceLog:
     """Writes the choices of a model's gates; made by log_choices().
 
-    every: steps between two that are written; it doubles, and the file loses every second step, whenever the file
-    would grow over max_bytes.
+    every: one of so many steps is written. Whenever the file would grow over max_bytes, it loses every second of its
+    steps, and `every` doubles.
     """
 
     def __init__(self, model: nn.Module, path: str | Path, every: int, max_bytes: int) -> None:
@@ -85,8 +92,8 @@ class ChoiceLog:
         self.path = Path(path)
         self._part = self.path.with_suffix(self.path.suffix + ".part")  # the thinned file while it is written
         self._file: BinaryIO | None = None
-        self._num_bytes = 0  # whole steps of the file
-        self._num_ended = 0
+        self._num_bytes = 0  # length of the file up to its last whole step
+        self._num_ended = 0  # steps that have ended, logged or not
         self._chosen: list[tuple[str, torch.Tensor]] = []  # since the last end_step(), on the gates' devices
         self._hooks: list[RemovableHandle] = []
         for name, view in views.items():
@@ -94,7 +101,7 @@ class ChoiceLog:
             def note(module: nn.Module, _: Any, output: Any, name: str = name, view: GateView = view) -> None:
                 if self._num_ended % self.every == 0 and module.training and is_counted():
                     topk_idx, _ = view.read_real(output)
-                    # a copy in few bytes, in which -1 becomes the largest number
+                    # in few bytes, as the body has them; -1 becomes 255, or as int16 the bits of 65535
                     dtype = torch.uint8 if _width(view.num_experts) == 1 else torch.int16
                     self._chosen.append((name, topk_idx.detach().to(dtype)))
 
@@ -103,9 +110,9 @@ class ChoiceLog:
     def end_step(self, step: int | None = None, token_ids: torch.Tensor | None = None) -> None:
         """Write what was chosen since the last call; the only call that waits for the device.
 
-        step: its number, counted if None. token_ids: what the tokens were, in the order in which gates got them and
-        without padding, so that the report can say which tokens feed an expert. Raises ValueError for another number of
-        ids than every gate got tokens.
+        step: its number; None counts the calls. token_ids: the ids of the tokens, in the order in which the gates got
+        them and without padding, so that the report can say which tokens an expert gets. Raises ValueError if some gate
+        did not get as many tokens as there are ids.
         """
         number = self._num_ended if step is None else step
         is_wanted = self._num_ended % self.every == 0
@@ -119,7 +126,7 @@ class ChoiceLog:
                 stacklevel=2,
             )
             return
-        if self._file is None:
+        if self._file is None:  # the first step that is logged: now each gate's K is known
             for name, topk_idx in chosen:
                 self._gates[name] = replace(self._gates[name], top_k=topk_idx.shape[1])
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,6 +137,7 @@ class ChoiceLog:
         numbers = {name: index for index, name in enumerate(self._gates)}
         records = [_record(number, numbers[name], part) for name, part in chosen]
         if token_ids is not None:
+            # the ids speak for every gate: each must have had that many tokens, in one or several forwards
             ids = token_ids.detach().flatten().to(torch.int32)
             num_tokens: dict[str, int] = {}
             for name, topk_idx in chosen:
@@ -153,26 +161,27 @@ class ChoiceLog:
             warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=2)
 
     def _write_step(self, data: bytes) -> None:
-        """Write a step, unless the file is full and loses every second one, this among them."""
+        """Write a step's records; thin the file until they fit, unless that leaves this step out, too."""
         assert self._file is not None
         while self._file.tell() + len(data) > self.max_bytes:
             if not self._thin():
                 size = f"{len(data)} bytes does not fit into max_bytes={self.max_bytes}"
                 warnings.warn(f"{self.path}: a step of {size} and is left out", stacklevel=3)
                 return
-            if (self._num_ended - 1) % self.every:
+            if (self._num_ended - 1) % self.every:  # this step is not among those of the doubled distance
                 return
         self._file.write(data)
         self._file.flush()
         self._num_bytes = self._file.tell()
 
     def _thin(self) -> bool:
-        """Rewrite the file with every second step -> whether that left anything out."""
+        """Rewrite the file with every second of its steps, and double `every` -> False if it has one step at most."""
         assert self._file is not None
         steps = list(dict.fromkeys(record.step for record, _ in _read(self.path, False)[1]))
         if len(steps) < 2:
             return False
         kept = set(steps[::2])
+        # beside the old file, then in its place: a crash leaves one of them whole
         with self._part.open("wb") as file:
             file.write(_header(self._gates))
             for record, raw in _read(self.path, False)[1]:
@@ -186,10 +195,11 @@ class ChoiceLog:
         return True
 
     def close(self) -> None:
-        """Stop watching and closes the file."""
+        """Stop watching and close the file."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._chosen = []  # else an end_step() that follows would begin the file anew
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -226,8 +236,8 @@ def log_choices(
 def read_log(path: str | Path, *, allow_truncated: bool = False) -> tuple[list[Gate], Iterator[Choice]]:
     """Read the gates of a log and, one after the other, its records.
 
-    Raises BadLog for what is no log, and, when they are reached, for a damaged record and for one that is cut off;
-    allow_truncated ends there instead, as a run that was killed leaves it.
+    Raises BadLog for a file that is no log and, once the iterator reaches it, for a record that is damaged or cut off.
+    allow_truncated: a record that is cut off, as a killed run leaves it, ends the log instead.
 
     Example:
 
@@ -259,7 +269,7 @@ def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple
 
 
 def _check_gates(gates: list[Gate]) -> None:
-    """Raise ValueError for gates that no log can be about; those of a file may be forged."""
+    """Raise ValueError for gates that a log cannot hold. Those of a file may be forged: take nothing for granted."""
     for gate in gates:
         if type(gate.name) is not str or type(gate.num_experts) is not int or type(gate.top_k) is not int:
             raise ValueError("a gate is not described by a name and two numbers")
@@ -280,12 +290,13 @@ def _check_gates(gates: list[Gate]) -> None:
 def _records(
     path: Path, begin: int, gates: list[Gate], allow_truncated: bool
 ) -> Iterator[tuple[Choice, bytes]]:
-    """Yield the records from a byte on, each with its bytes. Nothing in them is believed before it is checked."""
+    """Yield the records from byte `begin` on, each with its bytes; nothing in them is believed before it is checked."""
     step = None
     with path.open("rb") as file:
         left = file.seek(0, os.SEEK_END) - begin
         file.seek(begin)
         while left > 0:
+            # 1. is it whole? The length is not covered by a check yet: compare it with what is left of the file
             head = file.read(min(left, _CRC.size + _HEAD.size))
             size = _HEAD.unpack_from(head, _CRC.size)[0] if len(head) == _CRC.size + _HEAD.size else left
             if len(head) + size > left:
@@ -295,6 +306,7 @@ def _records(
                     f"{path} is cut off after {begin} bytes, behind step {step}; allow_truncated=True "
                     "(--allow-truncated) reads what is whole"
                 )
+            # 2. its checksum, and the sizes that its head gives
             raw = head + file.read(size)
             (crc,) = _CRC.unpack_from(raw)
             _, step, number, num_tokens = _HEAD.unpack_from(raw, _CRC.size)
@@ -305,16 +317,16 @@ def _records(
             width = 4 if gate is None else _width(gate.num_experts)  # bytes of a number
             if num_tokens * per_token > _MAX_CHOICES:
                 raise BadLog(f"{path}: the record at byte {begin} has more than {_MAX_CHOICES} choices")
+            # 3. the body; a byte more than expected shows that it is too long, without unpacking the GB that it may be
             expected = num_tokens * per_token * width
             stream = zlib.decompressobj()
             try:
-                body = stream.decompress(
-                    raw[_CRC.size + _HEAD.size :], expected + 1
-                )  # no more: a few KB may hold GB
+                body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)
             except zlib.error as error:
                 raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
             if len(body) != expected:
                 raise BadLog(f"{path}: the record at byte {begin} has other than {num_tokens} tokens")
+            # 4. the numbers, from their bytes [width, numbers]
             numbers = torch.zeros(num_tokens * per_token, dtype=torch.int64, device="cpu")
             if body:  # frombuffer() takes no empty bytes
                 places = torch.frombuffer(bytearray(body), dtype=torch.uint8).view(width, -1)
@@ -330,7 +342,7 @@ def _records(
 
 
 def _width(num_experts: int) -> int:
-    """Count the bytes of a choice; one number is left for dropped choices."""
+    """Return the bytes of a choice. With 255 experts a byte would have no number left for dropped choices."""
     return 1 if num_experts < 255 else 2
 
 
@@ -339,8 +351,8 @@ def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
     host = numbers.cpu().numpy()
     little = host.astype(host.dtype.newbyteorder("<"), copy=False)
     places = little.view("u1").reshape(-1, little.itemsize).T.tobytes()
-    # Numbers of experts hardly repeat in sequences: a code by frequency has what there is to gain, and is fast. High
-    # bytes are all alike: runs.
+    # Numbers of experts hardly repeat in sequences: a code by frequency has what there is to gain, and is fast. Wide
+    # numbers have high bytes that are all alike: runs.
     strategy = zlib.Z_RLE if numbers.itemsize > 1 else zlib.Z_HUFFMAN_ONLY
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 8, strategy)
     body = coder.compress(places) + coder.flush()

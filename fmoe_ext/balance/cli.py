@@ -34,6 +34,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.parse_args(arguments)
     try:
+        # {token id: text}, from either form of file
         vocabulary: dict[int, str] = {}
         if chosen.vocabulary is not None:
             try:
@@ -46,12 +47,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 vocabulary = {number: text for text, number in content.items()}
             else:
                 raise ValueError(f"{chosen.vocabulary} must have a list of texts or {{text: id}}")
+        # all is read before anything is written
         summary = summarize_logs(chosen.logs, allow_truncated=chosen.allow_truncated)
         page, out = render(summary, vocabulary), chosen.out
-        if out.exists() and not out.is_file():  # /dev/stdout
+        if out.exists() and not out.is_file():  # a pipe or a device, as /dev/stdout: nothing to replace
             out.write_text(page, encoding="utf-8")
         else:
-            # in place of an older page, which stays where there is no room for the new one
+            # written beside an older page, then put in its place: without room for the new one the old one stays
             unfinished = out.with_name(f".{out.name}.{os.getpid()}.tmp")
             try:
                 unfinished.write_text(page, encoding="utf-8")

@@ -1,8 +1,12 @@
-"""Counters of one gate, on its device.
+"""LayerCounters: the counters of one gate, on its device; LoadMonitor (load.py) has one for each gate.
 
-Counting must cost a step little and must never wait for the device. So a forward is counted by one operator and noted.
-What was noted is summed up every _MAX_NOTED forwards, or when a sum is read, in as many operations as there are
-counters. A compiled program and a CUDA graph run again without this code: there each forward is summed at once.
+Counting must cost a step little and must never wait for the device. So it has two speeds:
+
+    count()    in each forward: one operator counts the experts' tokens, and the result is noted
+    sum_up()   every _MAX_NOTED forwards, or when a sum is read: adds what was noted, one operation for each counter
+
+A compiled program and a CUDA graph replay operators without this code, so that nothing would be summed up later: there
+each forward is added at once.
 """
 
 import math
@@ -14,8 +18,8 @@ import torch
 
 from fmoe_ext.step import count_choices
 
-_ENTROPY_SAMPLE = 512  # tokens of a forward, about, whose entropy is computed
-_MAX_NOTED = 32  # forwards that are summed up together, which costs little more than one
+_ENTROPY_SAMPLE = 512  # about so many tokens of a forward have their entropy computed
+_MAX_NOTED = 32  # forwards that are summed up together: costs little more than one
 
 
 class _Forward(NamedTuple):
@@ -61,7 +65,7 @@ class LayerCounters:
             self._sums[name] = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
     def to(self, device: torch.device | str) -> None:
-        """Move the counters."""
+        """Move the counters to a device."""
         self.sum_up()
         self._sums = {name: value.to(device) for name, value in self._sums.items()}
 
@@ -102,7 +106,7 @@ class LayerCounters:
                     getattr(self, name).zero_()
 
     def _add(self, noted: Sequence[_Forward]) -> None:
-        """Add in as many operations as there are counters; none waits for the device."""
+        """Add forwards to the sums, by about one operation for each counter; none waits for the device."""
         sums, num = self._sums, len(noted)
         loads = torch.stack([forward.load for forward in noted])  # [num, E]
         sums["tokens_per_expert"] += loads.sum(0)
@@ -114,6 +118,7 @@ class LayerCounters:
             sums["num_dropped"] += (forward.num_wanted - num_kept).clamp(min=0)
         sums["num_tokens"] += sum(forward.num_tokens for forward in noted)
         sums["num_steps"] += num
+        # entropies: forwards with one K together
         for top_k in {forward.weights.shape[1] for forward in noted}:
             same = [forward for forward in noted if forward.weights.shape[1] == top_k]
             weights = torch.cat([forward.weights for forward in same])

@@ -1,4 +1,8 @@
-"""Parts of an HTML page that needs nothing else: style, tables, tiles, pictures of numbers."""
+"""Make the parts of an HTML page that needs nothing else: style, tables, tiles, pictures of numbers.
+
+A picture is a PNG of one pixel a number, written here and stretched by the browser, inside the page as base64. Its
+colours are transparent at an even share, so that it suits a light page and a dark one.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 
 ABOVE, BELOW = (214, 96, 30), (38, 110, 190)  # more and less than an even share
-UNKNOWN = (128, 128, 128, 110)
+UNKNOWN = (128, 128, 128, 110)  # red, green, blue, opacity
 LEAST, MOST = 64, 360  # pixels of a picture's height
 LINE, LABEL = 8, 20  # pixels of a line, and of a line's label with the space around it
 
@@ -56,7 +60,7 @@ polyline { fill: none; stroke: var(--above); stroke-width: 1.5; }
 
 
 def document(title: str, body: str) -> str:
-    """Make a whole page."""
+    """Return a whole page with this body, HTML, and the style in it."""
     return (
         '<!doctype html><html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, '
         f'initial-scale=1"><title>{html.escape(title)}</title><style>{STYLE}</style></head><body>{body}</body></html>\n'
@@ -79,7 +83,7 @@ def scale(low: str, middle: str, high: str, unknown: str = "") -> str:
 
 
 def places(count: int) -> range:
-    """Choose at most five of 0 .. count - 1, from 0 on, all equally far from the next."""
+    """Choose at most five of the numbers 0 .. count - 1, from 0 on and equally far apart, for labels."""
     return range(0, count, max(1, -(-(count - 1) // 4)))
 
 
@@ -99,12 +103,13 @@ def table(header: Iterable[str], rows: Iterable[Iterable[str]], left: tuple[int,
 def figure(
     relative: torch.Tensor, caption: str, up: Sequence[str], along: Sequence[str], square: bool = False
 ) -> str:
-    """Show relative [lines, columns], 1 where nothing is to be seen, NaN where nothing is known.
+    """Show numbers [lines, columns] as a picture: 1 has no colour, more and less have one each, NaN is grey.
 
-    up, along: names of all lines and columns. Some stand beside the middle of their line or below that of their column.
+    up, along: names of all lines and columns. Some of them are shown, beside the middle of a line or below a column's.
     """
     data = base64.b64encode(png(_colours(relative))).decode()
     caption = html.escape(caption)
+    # a line gets LINE pixels within bounds, and a label never less than LABEL
     height = max(LEAST, min(MOST, LINE * len(up)), LABEL * len(places(len(up))))
     shape = 'class="square"' if square else f'style="height:{height}px"'
     width = max(len(up[i]) for i in places(len(up)))
@@ -117,7 +122,7 @@ def figure(
 
 
 def bars(relative: Sequence[float], caption: str, names: Sequence[str]) -> str:
-    """Show a bar for each number, from 0 up; a line at 1. names: of the bars, of which some stand below them."""
+    """Show a bar for each number, from 0 up, and a line at 1. names: of all bars; some stand below them."""
     top = max(2.0, *relative)
     shapes = "".join(
         f'<rect class="{"more" if value > 1 else "less"}" x="{i + 0.1:.1f}" y="{top - value:.3f}" width="0.8" '
@@ -135,6 +140,7 @@ def bars(relative: Sequence[float], caption: str, names: Sequence[str]) -> str:
     )
 
 
+# the names of places(): a span for each, placed in percent of the picture from this side
 def _labels(names: Sequence[str], side: str) -> str:
     return "".join(
         f'<span style="{side}:{100 * (i + 0.5) / len(names):.3f}%">{names[i]}</span>'
@@ -143,7 +149,7 @@ def _labels(names: Sequence[str], side: str) -> str:
 
 
 def _colours(relative: torch.Tensor) -> torch.Tensor:
-    """Make uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
+    """Make RGBA pixels, uint8 [lines, columns, 4]: the further from 1, the less transparent; grey for NaN."""
     above = relative >= 1
     high, low = (torch.tensor(rgb, device=relative.device) for rgb in (ABOVE, BELOW))
     rgb = torch.where(above[..., None], high, low)
@@ -156,12 +162,13 @@ def _colours(relative: torch.Tensor) -> torch.Tensor:
 def png(pixels: torch.Tensor) -> bytes:
     """Encode an RGBA picture: pixels uint8 [lines, columns, 4]."""
     lines, columns, _ = pixels.shape
-    no_filter = pixels.new_zeros(lines, 1)
+    no_filter = pixels.new_zeros(lines, 1)  # each line begins with the number of its filter
     rows = torch.cat((no_filter, pixels.reshape(lines, -1)), 1)
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
 
+    # 8: bits of a channel; 6: RGBA; the zeros: deflate, the usual filters, not interlaced
     header = struct.pack(">IIBBBBB", columns, lines, 8, 6, 0, 0, 0)
     body = zlib.compress(rows.contiguous().numpy().tobytes(), 9)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", header) + chunk(b"IDAT", body) + chunk(b"IEND", b"")

@@ -1,11 +1,14 @@
-"""Telemetry of the gates: which experts get how many tokens, without a host synchronisation in the step.
+"""Count how many tokens each expert gets while a model trains, without a host synchronisation in the step.
 
-monitor = balance.watch(model)
-for step, batch in enumerate(batches):
-    train(model, batch)
-    if step % 100 == 0:
-        balance.write(monitor.collect(step), "out/load.jsonl")
-monitor.plot("out/load.png")
+    monitor = balance.watch(model)
+    for step, batch in enumerate(batches):
+        train(model, batch)
+        if step % 100 == 0:
+            balance.write(monitor.collect(step), "out/load.jsonl")
+    monitor.plot("out/load.png")
+
+A forward hook of each gate counts on the device (counters.py). collect() alone reads the counts, and summarize() makes
+numbers of them: how uneven the load is, how many experts are dead, how many choices were dropped.
 """
 
 import json
@@ -37,11 +40,16 @@ def summarize(
 ) -> dict[str, Any]:
     """Summarise a load [E] as numbers of Python.
 
-    -> dict: tokens_per_expert (list), max_over_mean (1 = balanced; the step waits for the largest), cv (standard
-    deviation / mean), entropy (of the load, / log E: 1 = balanced, 0 = one expert), dropped_share (of all choices),
-    dead_experts (how many got nothing), gate_entropy (of a token's K weights, / log K, mean over the tokens, of which
-    a large batch has a sample: 1 = its experts count alike, 0 = one decides; 0 for K = 1). All zero when nothing was
-    chosen.
+    -> dict with
+      tokens_per_expert: the load, as a list
+      max_over_mean: largest load / mean load; 1 is balanced. A step waits for the largest
+      cv: standard deviation / mean of the load; 0 is balanced
+      entropy: of the load, over log E; 1 is balanced, 0 one expert for all
+      dropped_share: of all choices
+      dead_experts: the number of experts without a token
+      gate_entropy: of a token's K weights, over log K, mean over (a sample of) the tokens; 1: its experts count alike,
+        0: one of them decides, or K = 1
+    Without choices all numbers are 0, but for dead_experts and dropped_share.
 
     Example:
 
@@ -68,8 +76,8 @@ class LoadMonitor:
     """Counts the choices of every gate of a model while it trains (model.train()); made by watch().
 
     counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
-    Works with custom gates (subclasses of BaseGate) and with the routers of Transformers 5 and Megatron-core, of which
-    fmoe_ext.valid_tokens() leaves padding out. Forwards that activation checkpointing repeats count once.
+    Works with custom gates (subclasses of BaseGate) and with the routers of Transformers 5 and Megatron-core; padding
+    (fmoe_ext.valid_tokens) does not count. Forwards that activation checkpointing repeats count once.
     """
 
     def __init__(self, model: nn.Module, warn_after: int = 1000) -> None:
@@ -81,6 +89,7 @@ class LoadMonitor:
         self.history: list[Record] = []
         self._hooks: list[RemovableHandle] = []
         for name, view in views.items():
+            # a gate without parameters: count() moves the counters to the choices' device
             device = next((p.device for p in view.module.parameters()), torch.device("cpu"))
             counters = self.counters[name] = LayerCounters(view.num_experts, device)
 
@@ -109,17 +118,19 @@ class LoadMonitor:
 
         sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them.
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
-        experts that got no token in the last warn_after steps.
+        experts that got no token in the last warn_after forwards.
         """
         total = sum_over_ranks or (lambda counted: counted)
         layers = {}
         for name, counters in self.counters.items():
+            # several calls of total() each, in one order: all ranks must call collect() with it
             layers[name] = summarize(
                 total(counters.tokens_per_expert),
                 total(counters.num_dropped).item(),
                 total(counters.gate_entropy_sum).item(),
                 total(counters.num_tokens).item(),
             )
+            # idle everywhere: an expert that any rank has used is alive
             served = total((counters.idle_steps < self.warn_after).long())  # [E], ranks with a recent token
             idle = (served == 0).nonzero().flatten().tolist()
             if idle:
@@ -128,7 +139,7 @@ class LoadMonitor:
                     "a balance loss or SigmoidGate's bias would bring them back",
                     stacklevel=2,
                 )
-            if reset:
+            if reset:  # idle_steps stay: warn_after may span several calls
                 counters.reset()
         record = {"step": len(self.history) if step is None else step, "layers": layers}
         self.history.append(record)
@@ -169,7 +180,8 @@ class LoadMonitor:
 def watch(model: nn.Module, warn_after: int = 1000) -> LoadMonitor:
     """Begin to count the tokens of every expert of a model -> LoadMonitor.
 
-    warn_after: collect() warns about experts without a token for so many steps. ValueError for a model without gates.
+    warn_after: collect() warns about experts that got no token in this many forwards. ValueError for a model without
+    gates.
 
     Example:
 
@@ -207,7 +219,7 @@ def write(record: Record, target: Any) -> None:
         ...     sum(json.loads(file.readline())["layers"]["gate"]["tokens_per_expert"])
         20
     """
-    if hasattr(target, "add_scalar"):
+    if hasattr(target, "add_scalar"):  # a TensorBoard writer, of whatever package
         for number in SUMMARY_NUMBERS:
             values = {name: layer[number] for name, layer in record["layers"].items()}
             for name, value in values.items():
@@ -215,6 +227,7 @@ def write(record: Record, target: Any) -> None:
             target.add_scalar(f"{number}/all", sum(values.values()) / len(values), record["step"])
         return
     path, line = _in_folder(target), f"{json.dumps(record)}\n".encode()
+    # unbuffered: a write that fails fails here, and what it left of the line is cut off again
     with path.open("ab", buffering=0) as lines:
         size = lines.tell()
         try:
@@ -226,8 +239,8 @@ def write(record: Record, target: Any) -> None:
 
 
 def draw(history: Sequence[Record], path: str | Path) -> None:
-    """Draw the picture of LoadMonitor.plot from a list of records, for example the lines that write() wrote."""
-    from matplotlib import colormaps
+    """Draw the picture of LoadMonitor.plot() from records, for example those that write() wrote to a file."""
+    from matplotlib import colormaps  # optional: imported at its first use
     from matplotlib.figure import Figure
 
     names = list(history[-1]["layers"])
@@ -236,6 +249,7 @@ def draw(history: Sequence[Record], path: str | Path) -> None:
         for name in names
     }
     num_experts = max(counts.shape[1] for counts in load.values())
+    # left: each layer's load over its mean; layers with fewer experts end in NaN, which has no colour
     relative = torch.full((len(names), num_experts), torch.nan, device="cpu")
     for row, counts in zip(relative, load.values(), strict=True):
         total = counts.sum(0).double()
@@ -251,6 +265,7 @@ def draw(history: Sequence[Record], path: str | Path) -> None:
     axes[0].set_title("load, 1 = even share", fontsize=10)
     axes[0].xaxis.get_major_locator().set_params(integer=True)
     figure.colorbar(image, ax=axes[0], extend="max", fraction=0.04, pad=0.02)
+    # beside it: a curve for each layer, the first ones dark
     curves = (("max_over_mean", "largest load / mean load"), ("cv", "standard deviation / mean of the load"))
     for axis, (number, title) in zip(axes[1:], curves, strict=True):
         for index, name in enumerate(names):
@@ -262,6 +277,6 @@ def draw(history: Sequence[Record], path: str | Path) -> None:
         axis.grid(alpha=0.25)
         axis.spines[["top", "right"]].set_visible(False)
         axis.xaxis.get_major_locator().set_params(integer=True)
-    if len(names) <= 12:
+    if len(names) <= 12:  # a longer legend leaves the curves no room
         figure.legend(*axes[2].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
     figure.savefig(_in_folder(path), dpi=120)

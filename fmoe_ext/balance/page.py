@@ -25,13 +25,13 @@ from fmoe_ext.balance.html import bars, document, figure, scale, table, tiles
 from fmoe_ext.balance.load import summarize
 from fmoe_ext.balance.report import LAST_SHARE, OVERLOAD, GateSummary, Summary
 
-_NUM_PAIRS = 5  # of experts that are named above a picture
-_MIN_EXPECTED = 5  # tokens of a pair, below which a ratio says nothing
-_NUM_TOGETHER_PICTURES = 12
+_NUM_PAIRS = 5  # pairs of experts that are named above a picture
+_MIN_EXPECTED = 5  # expected tokens of a pair, below which a ratio says nothing
+_NUM_TOGETHER_PICTURES = 12  # layers whose pairs are drawn
 
 
 def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str:
-    """Write the page. vocabulary: the text of token ids."""
+    """Return the page as HTML. vocabulary: {token id: text}; ids that it does not have are shown as numbers."""
     dropped = sum(float(gate.dropped.sum()) for gate in summary.gates)
     choices = sum(int(gate.load.sum()) for gate in summary.gates) + dropped
     bits = 8 * summary.num_bytes / max(choices, 1)
@@ -51,7 +51,7 @@ def render(summary: Summary, vocabulary: Mapping[int, str] | None = None) -> str
 
 
 def _in_short(summary: Summary, choices: float, dropped: float) -> str:
-    """Answer in short: which share the busiest expert got, and whether any got none."""
+    """Answer in short: how much the busiest expert got, and whether any got none."""
     gates = summary.gates
     busiest = max(gates, key=lambda gate: float(_recent_share(gate).max()))
     facts = {
@@ -78,12 +78,13 @@ def _recent_share(gate: GateSummary) -> torch.Tensor:
     return recent / recent.mean().clamp(min=1e-9)
 
 
+# a bar for each expert of each layer, over the last quarter of the steps
 def _who_got_what(summary: Summary) -> str:
     figures = []
     for gate in summary.gates:
         share = _recent_share(gate)
         most, least = int(share.argmax()), int(share.argmin())
-        even = gate.gate.num_experts
+        even = gate.gate.num_experts  # load over mean, divided by E, is the share of all choices
         caption = (
             f"{gate.gate.name}: most to expert {most} ({share[most] / even:.1%} of all choices), "
             f"least to expert {least} ({share[least] / even:.1%})"
@@ -96,11 +97,13 @@ def _who_got_what(summary: Summary) -> str:
     )
 
 
+# a table with a row for each notable expert: its most frequent tokens, and when it was last chosen
 def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     rows = []
     for gate in summary.gates:
         share = _recent_share(gate)
         for expert in gate.notable:
+            # the last bin with a token of this expert
             active = (gate.load[:, expert] > 0).nonzero().flatten()
             last = "never" if len(active) == 0 else f"{summary.bins[int(active[-1])]:,}"
             fed = ""
@@ -124,6 +127,7 @@ def _tokens(summary: Summary, vocabulary: Mapping[int, str]) -> str:
     )
 
 
+# a table with a row for each layer: balance.summarize over the whole run
 def _how_even(summary: Summary) -> str:
     counted = ("busiest / mean", "cv", "entropy", "dropped", "dead", "overloaded")
     header = ("layer", "experts", *counted, "busiest / mean over the steps")
@@ -141,6 +145,7 @@ def _how_even(summary: Summary) -> str:
                 f"{numbers['dropped_share']:.2%}",
                 str(len(gate.dead)),
                 str(len(gate.overloaded)),
+                # busiest over mean in each bin
                 _curve((gate.load.max(1).values / mean).tolist()),
             ]
         )
@@ -152,7 +157,7 @@ def _how_even(summary: Summary) -> str:
 
 
 def _curve(values: list[float]) -> str:
-    """Draw values from 1 upwards as a small line."""
+    """Draw values from 1 upwards as a line: 1 is at the bottom, the largest value, at least 2, at the top."""
     top = max(2.0, *values)
     last = max(len(values) - 1, 1)
     points = " ".join(
@@ -165,6 +170,7 @@ def _curve(values: list[float]) -> str:
     )
 
 
+# a picture for each layer: experts x bins of steps, load over the mean of the bin
 def _over_steps(summary: Summary) -> str:
     figures = []
     steps = [f"{step:,}" for step in summary.bins]
@@ -179,12 +185,14 @@ def _over_steps(summary: Summary) -> str:
     )
 
 
+# a picture for each of the first layers: experts x experts, how often a token chose both
 def _together(summary: Summary) -> str:
     figures = []
     for gate in summary.gates[:_NUM_TOGETHER_PICTURES]:
-        if gate.together is None or not bool(gate.together.any()):
+        if gate.together is None or not bool(gate.together.any()):  # too many experts, or one choice a token
             continue
         lift = _lift(gate)
+        # each pair once: above the diagonal
         best = lift.nan_to_num(0).triu(1).flatten().topk(min(_NUM_PAIRS, lift.numel()))
         named = zip(best.indices.tolist(), best.values.tolist(), strict=True)
         size = lift.shape[0]

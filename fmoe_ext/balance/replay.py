@@ -1,9 +1,12 @@
-"""Replay of routing: record which experts the gates of a model choose, and make them choose the same again.
+"""RoutingReplay: record which experts the gates of a model choose, and make them choose the same again.
 
-A gate's forward asks a tape for its choices (views.py). A _Recorder lets the gate choose by itself, and keeps what it
-chose before and after choices were dropped. A _Player gives it the choices of the forward with the same number; the
-gate computes weights and gradients from its present logits. Where valid_tokens() leaves padding out, choices that were
-recorded for all tokens are cut to the real ones.
+A gate's forward asks a tape for its choices (views.py), and there are two tapes:
+
+    _Recorder   lets the gate choose, and keeps the choices before and after some were dropped
+    _Player     gives forward number n the n-th recorded choices, from the first again after the last
+
+Weights and gradients are those of the gate's present logits at the given choices. Where valid_tokens() leaves padding
+out, choices that were recorded for all tokens are cut to those of the real ones.
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from torch import nn
 from fmoe_ext.balance.views import GateView, RouterView, Tape, views_of
 from fmoe_ext.tokens import current_batch
 
-CHOOSE_ANEW = -2  # instead of a token's choices: it was not recorded, and chooses now
+CHOOSE_ANEW = -2  # in place of all choices of a token that was not recorded: it chooses in the replay
 
 
 class Choices(NamedTuple):
@@ -38,10 +41,10 @@ class RoutingReplay:
     For reinforcement learning, where the policy is evaluated with the experts that its rollout used ("routing replay"
     of GSPO, 2025), for distillation, and to compare precisions or kernels without the noise of other choices.
 
-    The gates are ours, or the routers of Transformers 5 and Megatron-core (docs/telemetry.md); of the latter remove()
-    takes the hooks away again. choices: {name of the gate: one Choices for each forward}, in order; play() goes through
-    them, and around. A forward that activation checkpointing repeats chooses what the first one chose. choices may be
-    saved and loaded; balance.load_routed_experts() puts there what an inference engine chose.
+    The gates are ours, or the routers of Transformers 5 and Megatron-core (docs/telemetry.md), whose hooks stay until
+    remove(). choices: {name of the gate: one Choices for each forward}, in order; play() goes through them and
+    then begins again. A forward that activation checkpointing repeats chooses what the first one chose. choices may
+    be saved and loaded; balance.load_routed_experts() sets them to what an inference engine chose.
 
     Example:
 
@@ -60,7 +63,8 @@ class RoutingReplay:
         self.views = views_of(model, "record")
         self.gates = {name: view.module for name, view in self.views.items()}
         self.choices: dict[str, list[Choices]] = {}
-        self._recorded: dict[str, list[Choices]] = {}  # by a gate itself, which may choose an expert twice
+        # the lists of the last record(): a gate of its own may choose an expert twice, arrays from outside may not
+        self._recorded: dict[str, list[Choices]] = {}
 
     @contextmanager
     def record(self) -> Iterator[RoutingReplay]:
@@ -82,7 +86,7 @@ class RoutingReplay:
             yield self
 
     def remove(self) -> None:
-        """Take the hooks of other libraries' routers away; backwards that repeat their forwards choose anew then."""
+        """Remove the hooks of other libraries' routers; a forward that a later backward repeats chooses anew then."""
         for view in self.views.values():
             view.remove()
 
@@ -100,12 +104,16 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
             raise ValueError(
                 f"{name}: selected {list(selected.shape)} and kept {list(kept.shape)} have different shapes"
             )
+        if selected.dim() != 2:
+            raise ValueError(f"{name}: the choices must be [tokens, K], but are {list(selected.shape)}")
+        # -1: dropped; -2: chooses anew
         outside = (selected >= view.num_experts) | (selected < CHOOSE_ANEW)
         if bool(outside.any()):
             raise ValueError(
                 f"{name}: the choices name expert {int(selected[outside][0])}, but there are {view.num_experts} experts"
             )
-        ordered = selected.sort(1).values if selected.dim() == 2 else selected[:0]
+        # twice in a row: equal neighbours among the row's sorted choices
+        ordered = selected.sort(1).values
         is_twice = (ordered[:, 1:] == ordered[:, :-1]) & (ordered[:, 1:] >= 0)
         if not is_recorded and bool(is_twice.any()):
             row = int(is_twice.any(1).nonzero()[0])
@@ -113,6 +121,7 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
                 f"{name}: token {row} chooses an expert twice, {selected[row].tolist()}: its weights would count that "
                 "expert once too often. Where a token has fewer choices, fill up with -1"
             )
+        # their topk gathers a score for each choice, and -1 has none
         if isinstance(view, RouterView) and bool((selected == -1).any()):
             raise ValueError(f"{name}: {type(view.module).__name__} cannot drop choices, but some are -1")
 
@@ -125,7 +134,7 @@ class _Recorder:
         self.selected: torch.Tensor | None = None
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
-        self.selected = selected = pick()
+        self.selected = selected = pick()  # until after_forward(), which has the choices that were kept
         return selected
 
     def after_forward(self, view: GateView, output: Any) -> None:
@@ -142,6 +151,7 @@ class _Player:
         if own is not None:  # choices of an inference engine or of a file are on the CPU
             self.choices = [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
         self.num_played = 0
+        # checked once: to look at a tensor's values in a forward would wait for the device
         self._are_whole = [not bool((selected == CHOOSE_ANEW).any()) for selected, _ in choices]
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
@@ -162,15 +172,16 @@ class _Player:
 
     @property
     def _current(self) -> Choices:
-        """Return the choices of this forward; of its real tokens, if they are for padding too."""
+        """Return the choices of this forward, cut to its real tokens if padding has some, too."""
         choices, batch = self.choices[self.num_played % len(self.choices)], current_batch()
+        # rows: the places of the real tokens among num_tokens
         if batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
             return choices
         return Choices(*(batch.take(part.to(batch.rows.device)) for part in choices))
 
 
 def _filled(given: torch.Tensor, own: torch.Tensor) -> torch.Tensor:
-    """Fill the given choices [T, K] up with the gate's own; ValueError for other sizes."""
+    """Replace CHOOSE_ANEW in the given choices [T, K] by the gate's own; ValueError for other sizes."""
     if given.shape != own.shape:
         raise ValueError(f"the choices are {list(given.shape)}, but the gate chooses {list(own.shape)}")
     given = given.to(own.device)

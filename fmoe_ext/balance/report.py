@@ -1,10 +1,10 @@
-"""Summaries of a run's logs of choices: summarize_logs(), which page.py draws.
+"""Summarise a run's logs of choices: summarize_logs() makes the Summary that page.py draws.
 
 The logs are read three times, a record at a time, so that a run of any length fits the memory:
 
-1. for its steps, which are dealt to at most _MAX_BINS bins;
+1. for its steps, which are put into at most _MAX_BINS bins, each of as many steps that follow one another;
 2. for the load of each expert in each bin, and how often two experts share a token;
-3. for the tokens of the experts that the load has shown to be dead or overloaded.
+3. for the tokens of the notable experts: the load has shown which are overloaded, busiest or dead.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ LAST_SHARE = 4  # dead and overloaded are judged by the last quarter of the step
 OVERLOAD = 2.0  # times the mean
 _MAX_NOTABLE = 6  # dead experts, and overloaded ones, that are named for each gate
 _NUM_BUSIEST = 3  # experts that are named for each gate even if its load is even
-_MAX_FEEDERS = 8
-_MAX_TOGETHER = 256  # experts, of a gate whose pairs are counted
-MAX_PAIRS = 2**24  # of all gates together, beyond which none are counted
-_MAX_TOKEN_ID = 1 << 22
+_MAX_FEEDERS = 8  # tokens that are named for an expert
+_MAX_TOGETHER = 256  # experts of a gate, beyond which its pairs are not counted
+MAX_PAIRS = 2**24  # pairs of all gates together, beyond which none are counted: an int64 each
+_MAX_TOKEN_ID = 1 << 22  # larger ids count as this one: a count for each id is kept
 
 
 @dataclass
@@ -42,7 +42,7 @@ class GateSummary:
 
     @property
     def recent(self) -> torch.Tensor:
-        """Sum the load of the last quarter: [E]."""
+        """Sum the load of the last quarter of the bins: [E]."""
         return self.load[-max(1, len(self.load) // LAST_SHARE) :].sum(0)
 
     @property
@@ -58,7 +58,7 @@ class GateSummary:
 
     @property
     def notable(self) -> list[int]:
-        """Return the experts whose tokens the report names: overloaded, or else the busiest; and dead ones."""
+        """Return the experts that the report names: overloaded ones, the busiest beside them, dead ones."""
         busiest = self.recent.argsort(descending=True, stable=True)[:_NUM_BUSIEST].tolist()
         heavy = self.overloaded[:_MAX_NOTABLE]
         alive = [e for e in busiest if e not in heavy and e not in self.dead]
@@ -67,11 +67,11 @@ class GateSummary:
 
 @dataclass
 class Summary:
-    """A run."""
+    """A run, from the logs of all its ranks."""
 
     paths: list[Path]  # its logs
     steps: list[int]  # those that were logged
-    bins: list[int]  # the first step of each
+    bins: list[int]  # the first step of each bin
     gates: list[GateSummary]
     num_bytes: int  # all logs together
     has_ids: bool  # the logs have the tokens' ids
@@ -103,7 +103,7 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
 
     # 2. load and pairs
     small = [gate.num_experts for gate in gates if gate.num_experts <= _MAX_TOGETHER]
-    # pairs take E x E numbers: counted where all gates together have few of them
+    # pairs of a gate take E x E numbers: counted where all gates together have few of them
     widest = _MAX_TOGETHER if sum(n * n for n in small) <= MAX_PAIRS else 0
     summaries = {}
     for gate in gates:
@@ -123,6 +123,7 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
             continue
         for k in range(topk_idx.shape[1]):
             for later in range(k + 1, topk_idx.shape[1]):
+                # a pair (i, j) as the number i E + j; both orders are counted by adding the transpose
                 pair = topk_idx[:, k] * experts + topk_idx[:, later]
                 pair = pair[(topk_idx[:, k] >= 0) & (topk_idx[:, later] >= 0)]
                 counts = torch.bincount(pair, minlength=experts * experts).view(experts, experts)
@@ -139,13 +140,13 @@ def _records(files: Sequence[Path], allow_truncated: bool) -> Iterator[Choice]:
 
 
 def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allow_truncated: bool) -> bool:
-    """Find the most frequent tokens of the notable experts -> whether the logs have tokens at all."""
+    """Set the feeders of the notable experts, their most frequent tokens -> True if the logs have tokens."""
     counts: dict[tuple[str, int], torch.Tensor] = {}
     has_ids = False
     for path in files:
         pending: list[Choice] = []  # a step's records; its ids follow them
         for record in read_log(path, allow_truncated=allow_truncated)[1]:
-            if pending and pending[0].step != record.step:
+            if pending and pending[0].step != record.step:  # a step without ids
                 pending = []
             if record.gate is not None:
                 pending.append(record)
@@ -155,9 +156,15 @@ def _find_feeders(summaries: dict[str, GateSummary], files: Sequence[Path], allo
                 parts = [each.topk_idx for each in pending if each.gate == name]
                 if not parts:
                     continue
-                topk_idx = torch.cat(parts)
+                topk_idx = torch.cat(parts)  # of several forwards of the step, in order, as the ids are
+                if len(topk_idx) != len(ids):
+                    raise BadLog(
+                        f"{path}: step {record.step} has {len(ids)} token ids, but {name} chose for "
+                        f"{len(topk_idx)} tokens"
+                    )
                 for expert in summary.notable:
                     mine = torch.bincount(ids[(topk_idx == expert).any(1)])
+                    # a count for each id so far; the longer vector takes both
                     known = counts.get((name, expert), torch.zeros(0, dtype=torch.int64, device="cpu"))
                     longest = torch.zeros(max(len(mine), len(known)), dtype=torch.int64, device="cpu")
                     longest[: len(mine)] += mine

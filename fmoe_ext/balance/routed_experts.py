@@ -1,7 +1,10 @@
-"""Choices of a model as inference engines return them: an array [tokens, layers, K] of expert numbers a sequence.
+"""Exchange recorded choices with inference engines: an array [tokens, layers, K] of expert numbers for each sequence.
 
-vLLM: `routed_experts` (and `prompt_routed_experts` before it), integers. SGLang: the same as base64 of int32, without a
-row for the last token. Both number only layers that have experts, in order, and experts as the checkpoint does.
+vLLM returns integers as `routed_experts` (and `prompt_routed_experts` before it), SGLang base64 of int32, without a row
+for the last token. Both count only the layers that have experts, in order, and number experts as the checkpoint does.
+
+A RoutingReplay has tokens of a whole batch in one dimension [B * S], padding included or left out; `valid` [B, S] says
+which row belongs to which sequence.
 """
 
 from __future__ import annotations
@@ -25,9 +28,10 @@ def routed_experts(
 ) -> list[torch.Tensor]:
     """Return the choices of a forward: an int16 tensor [tokens, layers, K] for each sequence.
 
-    valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. Recorded
-    may be all tokens or, as under valid_tokens(), the real ones. sequence_first: tokens came as [S, B], as Megatron has
-    them. forward: which of those that were recorded. Raises ValueError for gates or sizes that do not fit each other.
+    valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. The replay
+    may have recorded all tokens or, under valid_tokens(), the real ones. sequence_first: the model's tokens were
+    [S, B], as Megatron's are. forward: the number of the recorded forward. Raises ValueError for gates or sizes that
+    do not fit.
     Equivalent to: torch.stack([choices[name][forward].kept for name in choices], 1)[rows of the sequence].
 
     Example:
@@ -39,6 +43,7 @@ def routed_experts(
         >>> [choices.shape for choices in routed_experts(replay, valid=torch.tensor([[1, 1, 1], [1, 1, 0]]))]
         [torch.Size([3, 1, 2]), torch.Size([2, 1, 2])]
     """
+    # [tokens, layers, K], and then the rows of each sequence
     kept = [replay.choices[name][forward].kept for name in replay.views]
     if any(part.shape != kept[0].shape for part in kept):
         raise ValueError(f"the gates chose {[list(part.shape) for part in kept]}, not all [tokens, K] alike")
@@ -80,6 +85,7 @@ def load_routed_experts(
         ...     mlp.gate(torch.randn(2, 8))[0].tolist()
         [[3, 0], [1, 2]]
     """
+    # 1. where each sequence's tokens are in the batch
     parts = [torch.as_tensor(array, device="cpu").long() for array in arrays]
     if valid is None:
         if len(parts) != 1:
@@ -89,8 +95,10 @@ def load_routed_experts(
     places = _places(mask, sequence_first)
     if len(parts) != len(places):
         raise ValueError(f"there are {len(parts)} arrays, but valid has {len(places)} sequences")
+    # 2. the choices of all B * S tokens and layers
     views = replay.views
     top_k = parts[0].shape[-1]
+    # a token that no array has, as padding, chooses anew
     whole = torch.full((mask.numel(), len(views), top_k), CHOOSE_ANEW, device="cpu")
     for number, (part, place) in enumerate(zip(parts, places, strict=True)):
         if part.dim() != 3 or part.shape[1:] != whole.shape[1:] or part.shape[0] > len(place):
@@ -99,6 +107,7 @@ def load_routed_experts(
                 f"{len(views)} layers with gates: [tokens, {len(views)}, {top_k}] is expected"
             )
         whole[place[: part.shape[0]]] = torch.where((part == -1).all(-1, keepdim=True), CHOOSE_ANEW, part)
+    # 3. for each gate its layer, once it fits
     for layer, (name, view) in enumerate(views.items()):
         chosen = whole[:, layer].contiguous()
         if view.top_k not in (None, top_k):
@@ -121,12 +130,12 @@ def decode_routed_experts(text: str | bytes, num_layers: int, top_k: int) -> tor
         data = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError) as error:
         raise ValueError(f"routed experts are no base64: {error}") from None
-    row = 4 * num_layers * top_k
+    row = 4 * num_layers * top_k  # bytes of a token
     if len(data) % row:
         raise ValueError(
             f"{len(data)} bytes of routed experts are no multiple of {row}, {num_layers} layers of {top_k} int32"
         )
-    if not data:
+    if not data:  # frombuffer() takes no empty bytes
         return torch.empty(0, num_layers, top_k, dtype=torch.int32, device="cpu")
     numbers = torch.frombuffer(bytearray(data), dtype=torch.int32)
     return numbers.reshape(-1, num_layers, top_k)
@@ -138,9 +147,10 @@ def encode_routed_experts(array: torch.Tensor) -> str:
 
 
 def _places(mask: torch.Tensor, sequence_first: bool) -> list[torch.Tensor]:
-    """Find the places of each sequence's real tokens among all B * S: mask [B, S]."""
+    """Return, for each sequence of mask [B, S], the places of its real tokens among all B * S."""
     if mask.dim() != 2:
         raise ValueError(f"valid must be [B, S], but is {list(mask.shape)}")
+    # [B, S]: the number of each token in the order in which the model has them
     number = torch.arange(mask.numel(), device="cpu")
     number = number.view(mask.shape[1], mask.shape[0]).t() if sequence_first else number.view(mask.shape)
     return [row[real] for row, real in zip(number, mask, strict=True)]

@@ -1,9 +1,13 @@
-"""Record and replay the choices of a model's gates, ours and other libraries'.
+"""See the gates of any model in one way: views_of() finds them, a GateView reads and tapes the choices of one.
 
-Ours are BaseGates, which ask a tape themselves. The routers of Transformers and Megatron-core are known by what they
-have, not by their classes, so that neither library is imported. They choose by one torch.topk over their experts: hooks
-before and after the forward put a TorchFunctionMode around it, which hands that call to the tape. Their scores,
-weights, losses and gradients stay their own.
+A Tape stands between a gate and its choices: it records what the gate picks, or gives it other choices (replay.py).
+
+    our gates (BaseGate)                    ask their tape themselves
+    routers of Transformers, Megatron-core  know no tape. They choose by one torch.topk over their experts: hooks before
+                                            and after the forward put a TorchFunctionMode around it, which hands this
+                                            call to the tape. Scores, weights, losses and gradients stay the router's.
+
+Routers are recognised by their attributes, not by their classes, so that neither library is imported.
 """
 
 from __future__ import annotations
@@ -24,10 +28,10 @@ from fmoe_ext.tokens import Batch, current_batch, leaves_of
 
 
 class Tape(Protocol):
-    """State of a gate while its choices are recorded or replayed."""
+    """State of a gate while its choices are recorded or replayed: the gate asks it for them."""
 
     def choose(self, pick: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Return the choices of a forward [T, K]; pick() makes the gate's own."""
+        """Return the choices that the forward uses [T, K]; pick() returns the gate's own."""
         ...
 
     def after_forward(self, view: GateView, output: Any) -> Any:
@@ -59,9 +63,10 @@ class GateView:
 
     @contextmanager
     def taped(self, tape: Tape) -> Iterator[None]:
-        """Report every forward of this thread inside the block to tape, once."""
+        """Let the tape choose in every forward of this thread inside the block."""
         gate: Any = self.module
 
+        # the tape gets the output behind the gate, once choices have been dropped
         def after(_: nn.Module, __: Any, output: Any) -> Any:
             return tape.after_forward(self, output) if gate.tape is tape else None
 
@@ -87,20 +92,22 @@ class _Running(threading.local):
 
 
 class RouterView(GateView):
-    """A router of another library. Under activation checkpointing the second forward has the choices of the first.
+    """A router of another library, whose forward hooks change.
 
-    Its hooks stay when a block of taped() ends, for backwards that come later, until remove().
+    Under activation checkpointing the second forward, in the backward, gets the choices of the first. The backward may
+    come after the block of taped(): the hooks stay until remove().
     """
 
     def __init__(self, module: nn.Module, num_experts: int, top_k: int):
         super().__init__(module, num_experts, top_k)
-        self._tapes: dict[int, Any] = {}  # {thread: tape}
+        self._tapes: dict[int, Any] = {}  # {thread: tape}: threads may share a model, and each plays its own
         self._hooks: list[RemovableHandle] = []
         self._forwards = Forwards()
         self._running = _Running()
 
     def read_real(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         topk_idx, topk_weights = self.read(output)
+        # routers of other libraries get padding, too: its rows are left out here
         batch = current_batch()
         if batch.num_tokens != topk_idx.shape[0]:
             return topk_idx, topk_weights
@@ -128,6 +135,7 @@ class RouterView(GateView):
         self._hooks = []
 
     def _before(self, _: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        # a repeated forward is known by its input: it repeats the choices that were kept for it, and tells no tape
         x = args[0] if args else next(iter(kwargs.values()))
         known = self._forwards.find(leaves_of(x)[0]) if is_repeated() else None
         if known is not None:
@@ -135,6 +143,7 @@ class RouterView(GateView):
             tape, forward = Repeat(known.selected.long(), is_fused=False), None
         else:
             tape, forward = tape_of_thread(self._tapes), self._forwards.begin(leaves_of(x)[0], Batch())
+        # entered here and left in _after(): the mode spans the forward between the two hooks
         topk = _Topk(tape, self.num_experts, self.top_k)
         topk.__enter__()
         self._running.forwards = [*self._running.forwards, (topk, forward)]
@@ -143,12 +152,13 @@ class RouterView(GateView):
         *self._running.forwards, (topk, forward) = self._running.forwards
         topk.__exit__(None, None, None)
         if output is None or forward is None or topk.tape is None:
-            return None  # it raised, or repeats another, or nobody wants to know
+            return None  # the forward raised, or repeats another, or has no tape
         if topk.chosen is None:
             raise RuntimeError(
                 f"{type(module).__name__} did not choose by torch.topk over its {self.num_experts} experts, so that "
                 "its choices can be watched but neither recorded nor played (Megatron: moe_router_fusion=False)"
             )
+        # kept for a second forward, then shown to the tape
         forward.choose(topk.chosen, topk.chosen, False, self.num_experts)
         tensors = [part for part in output if isinstance(part, torch.Tensor)]
         self._forwards.keep(forward, tensors, module.training)
@@ -156,7 +166,7 @@ class RouterView(GateView):
 
 
 class _Topk(TorchFunctionMode):
-    """Hand the first torch.topk over all experts to a tape: scores and their gradients stay the router's own."""
+    """Let a tape choose in the first torch.topk over all experts; the values are the router's scores there."""
 
     def __init__(self, tape: Any, num_experts: int, top_k: int | None):
         super().__init__()
@@ -171,6 +181,7 @@ class _Topk(TorchFunctionMode):
         if self.tape is None or self.chosen is not None or func not in (torch.topk, torch.Tensor.topk):
             return result
         scores = args[0] if args else (kwargs or {})["input"]
+        # a topk over groups of experts, or with another K, is not the choice
         if (scores.shape[-1], result.indices.shape[-1]) != self._sizes:
             return result
         self.chosen = self.tape.choose(lambda: result.indices).to(scores.device)
@@ -178,7 +189,7 @@ class _Topk(TorchFunctionMode):
 
 
 class _TransformersRouter(RouterView):
-    """A router of Transformers 5: forward returns choices [T, K] and, of the same shape, weights, whatever else."""
+    """A router of Transformers 5: its forward returns choices [T, K] and weights [T, K], among other tensors."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
@@ -187,6 +198,7 @@ class _TransformersRouter(RouterView):
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         parts = [part for part in output if isinstance(part, torch.Tensor)]
+        # the first integers are the choices; their weights are the floats of the same shape (logits have E columns)
         topk_idx = next((part for part in parts if not part.is_floating_point()), None)
         for weights in parts:
             if topk_idx is not None and weights.is_floating_point() and weights.shape == topk_idx.shape:
@@ -198,13 +210,14 @@ class _TransformersRouter(RouterView):
 
 
 class _MegatronRouter(RouterView):
-    """Megatron-core's TopKRouter: forward returns probabilities and a map [T, E]; dropped choices are dropped anew."""
+    """Megatron-core's TopKRouter: forward returns probabilities and a boolean map [T, E]; a replay drops anew."""
 
     @staticmethod
     def fits(module: nn.Module) -> bool:
         return all(hasattr(module, name) for name in ("topk", "num_experts", "routing", "gating"))
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        # the K largest probabilities of the map; where a token has fewer choices, -1
         probabilities, routing_map = (part.flatten(0, -2) for part in output[:2])
         weights, topk_idx = probabilities.masked_fill(~routing_map, -1).topk(self.top_k, dim=-1)
         return topk_idx.masked_fill(weights < 0, -1), weights.clamp(min=0)
@@ -222,7 +235,7 @@ class _MegatronRouter(RouterView):
 
 
 def views_of(model: nn.Module, purpose: str) -> dict[str, GateView]:
-    """Find every gate of a model: {name: GateView}; ValueError if there is none."""
+    """Find every gate of a model -> {name: GateView}; ValueError, which says for what, if there is none."""
     found: dict[str, GateView] = {}
     module: Any
     for name, module in model.named_modules():

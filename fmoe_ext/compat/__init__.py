@@ -1,10 +1,13 @@
 """FastMoE's module tree on top of fmoe_ext: `import fmoe_ext.compat as fmoe`, or install() and `import fmoe`.
 
-Everything here is a thin translation: names, arguments, the order of arguments, initial values and dtypes are
-FastMoE's, the maths is the core's, so that a program and its checkpoints go on as they are. Private names that
-published programs import (_Expert, _fmoe_general_global_forward) are kept; docs/fastmoe.md lists the intended
-differences. FastMoE has more modules than ideas: layers.py, _gates.py and _fastermoe.py hold what is in several of
-its files, and the table _TREE makes those modules of it. Doors for other libraries: fairscale/ and torch_pipe.py.
+Everything here is a thin translation: names, arguments, their order, initial values and dtypes are FastMoE's, the maths
+is the core's, so that a program and its checkpoints go on as they are. Private names that published programs import
+(_Expert, _fmoe_general_global_forward) are kept; docs/fastmoe.md lists the intended differences.
+
+    functions.py, _ranks.py                  the autograd functions, and their exchanges with other ranks
+    layers.py, _gates.py, _fastermoe.py      what FastMoE has in many small files; _TREE makes its modules of them
+    megatron/                                Megatron-LM v2.2 to v3.0.2
+    fairscale/, torch_pipe.py                no FastMoE: the Pipe of FairScale and torchgpipe, and torch's
 """
 
 import importlib
@@ -19,7 +22,7 @@ from fmoe_ext.compat.layers import (
     FMoETransformerMLP,
 )
 
-# module of FastMoE: (file here, names)
+# {module of FastMoE: (file here, its names in it)}; those above others come first
 _TREE = MappingProxyType(
     {
         "balance": ("megatron.balance", "metrics reset_balance_profile update_balance_profile"),
@@ -72,7 +75,7 @@ def _make_modules() -> None:
     """Make the modules of _TREE, each an attribute of the module above it."""
     for path, (source, names) in _TREE.items():
         module = ModuleType(f"{__name__}.{path}", f"fmoe.{path}.")
-        module.__path__ = []  # a package, which may have modules
+        module.__path__ = []  # makes it a package, whose modules `import` finds in sys.modules
         home = importlib.import_module(f"{__name__}.{source}")
         vars(module).update({name: getattr(home, name) for name in names.split()})
         sys.modules[module.__name__] = module

@@ -1,4 +1,7 @@
-"""fmoe.gates and its modules: the gates of fmoe_ext, with topk_weights of the dtype of the model."""
+"""fmoe.gates and its modules: the gates of fmoe_ext, but topk_weights have the model's dtype, as FastMoE's have.
+
+_ModelDtype does that for every gate. NaiveGate and its subclasses also weigh by torch's softmax, to the last bit.
+"""
 
 import functools
 from collections.abc import Callable
@@ -17,13 +20,13 @@ nw_per_node = _env.get("FMOE_TOPO_GPUS_PER_NODE")
 
 
 class _ModelDtype:
-    """A gate whose topk_weights have the dtype of the model, where fmoe_ext's have float32 or wider.
+    """Mixin of a gate: topk_weights have the dtype that F.linear would return, the input's or autocast's.
 
-    It is the dtype that F.linear would return: the input's, or autocast's. Choices and losses are computed in float32
-    all the same.
+    fmoe_ext's gates return float32 or wider. Choices and losses are computed in float32 all the same.
     """
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> Any:
+        # ZeroGate's forward has no such argument
         options = (return_all_scores,) if return_all_scores else ()
         topk_idx, topk_weights, *rest = super().forward(inp, *options)  # type: ignore[misc]
         device, dtype = inp.device.type, inp.dtype
@@ -49,7 +52,7 @@ class NaiveGate(_ModelDtype, gates.NaiveGate):
         scale: float = 1.0,
         **options: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choices of ops.topk_gate, weights of torch's softmax."""
+        """Choose by ops.topk_gate, and weigh by torch's softmax of the chosen logits."""
         if score != "softmax" or not normalize:
             return super().topk(logits, top_k, score, normalize, scale, **options)
         topk_idx = self.choose(
@@ -81,8 +84,6 @@ class SwitchGate(NaiveGate, gates.SwitchGate):
 class DCGate(GShardGate, gates.DCGate):
     """DCGate with topk_weights of the dtype of the model."""
 
-    expert_capacity = gates.DCGate.expert_capacity
-
 
 class FasterGate(NaiveGate, gates.FasterGate):
     """FasterGate with topk_weights of the dtype of the model."""
@@ -107,6 +108,7 @@ class SwipeGate(NaiveGate, gates.SwipeGate):
         return super()._swipe(topk_idx)
 
     def _find_ranks(self) -> None:
+        # OneRank: no layer has given it the ranks of its group
         if self.world_size > 1 and type(self.ranks) is OneRank:
             self.ranks = GroupRanks(_ranks.get_group())
 
@@ -114,16 +116,17 @@ class SwipeGate(NaiveGate, gates.SwipeGate):
 def limit_by_capacity(
     topk_idx: torch.Tensor, num_expert: int, world_size: int, capacity: int | torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Drop the choices over an expert's capacity, which earlier ranks and, in each, first choices use first.
+    """Drop choices over an expert's capacity, which earlier ranks use first, and in a rank first choices before second.
 
     topk_idx [T, K] or [T], capacity: a number or one for each of the num_expert experts here
     -> (new_lec, new_gec, topk_idx): the counts of count_by_gate without the dropped choices, which become -1.
     """
     _, _, global_expert_count = count_by_gate(topk_idx, num_expert, world_size, require_pos=False)
     count = global_expert_count.view(world_size, num_expert)
+    # what earlier ranks leave of each expert's capacity [rank, expert]
     room = capacity - (count.cumsum(0) - count)
     new_gec = room.clamp(min=0).minimum(count).flatten()
-    new_lec = _ranks.exchange_counts(new_gec, world_size)
+    new_lec = _ranks.exchange_counts(new_gec, world_size)  # how many of this rank's choices each expert keeps
     choices = topk_idx if topk_idx.dim() == 2 else topk_idx.reshape(-1, 1)
     kept = ops.apply_capacity(choices, num_expert * world_size, new_lec)
     return new_lec, new_gec, kept.view(topk_idx.shape)

@@ -1,8 +1,13 @@
-"""Exchanges of fmoe.functions with other ranks; everything that needs a process group goes through here.
+"""Exchange rows and counts with other ranks for fmoe.functions: all that needs a process group is here.
 
-FastMoE's functions take counts and no group: the group is the one of the last ensure_comm(), kept in _State. A rank
-sends rows in the order (rank, expert) and wants those that it receives in the order (expert, rank), so that each
-expert's are together: to_experts() sorts after the exchange, from_experts() undoes it before.
+FastMoE's functions take counts and no group: the group is the one of the last ensure_comm(), kept in _State.
+
+A rank sends rows in the order (rank, expert). What it receives is in the order (rank, expert), too, now by sending
+rank, but an expert's rows must be together: to_experts() sorts to (expert, rank) after the exchange, from_experts()
+undoes that before the exchange back. With 2 ranks, 2 experts here, a..d from rank 0 and e..g from rank 1:
+
+    received   a b | c d || e | f g        rank 0: expert 0, expert 1; rank 1: expert 0, expert 1
+    sorted     a b e | c d f g             expert 0, expert 1
 """
 
 from typing import Any
@@ -15,7 +20,7 @@ from fmoe_ext.ep.ranks import gather_rows
 
 
 class _State:
-    group: Group = None
+    group: Group = None  # None: the default group
 
 
 def set_group(group: Group) -> None:
@@ -27,7 +32,7 @@ def get_group() -> Group:
 
 
 def exchange_counts(local_expert_count: torch.Tensor, world_size: int) -> torch.Tensor:
-    """local_expert_count [world_size * num_expert] -> what each rank sends to the experts here, same layout."""
+    """Exchange local_expert_count [world_size * num_expert] -> what each rank sends to the experts here."""
     if world_size == 1:
         return local_expert_count.clone()
     counts = local_expert_count.view(world_size, -1)
@@ -45,7 +50,7 @@ def to_host(count: torch.Tensor, world_size: int) -> torch.Tensor:
 def to_experts(
     rows: torch.Tensor, local_expert_count: torch.Tensor, global_expert_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
-    """Rows in the local order (rank, expert) -> the rows for the experts here, in the order (expert, rank)."""
+    """Send rows in the order (rank, expert) -> the rows for the experts here, in the order (expert, rank)."""
     if world_size == 1:
         return rows
     received = _exchange(rows, local_expert_count, global_expert_count, world_size)
@@ -59,6 +64,7 @@ def from_experts(
     if world_size == 1:
         return rows
     order = _expert_major(global_expert_count, world_size, rows.device)
+    # the inverse permutation, as an assignment
     by_rank = torch.empty_like(rows)
     by_rank[order] = rows
     return _exchange(by_rank, global_expert_count, local_expert_count, world_size)
@@ -77,14 +83,16 @@ def all_gather(x: torch.Tensor, world_size: int, group: Any) -> list[torch.Tenso
 def _exchange(
     rows: torch.Tensor, send_count: torch.Tensor, recv_count: torch.Tensor, world_size: int
 ) -> torch.Tensor:
+    # rows for each rank, and from each rank
     counts = (to_host(count, world_size) for count in (send_count, recv_count))
     send, recv = (count.view(world_size, -1).sum(1).tolist() for count in counts)
     return exchange.global_exchange(rows, send, recv, exchange.register_group(_State.group))
 
 
 def _expert_major(global_expert_count: torch.Tensor, world_size: int, device: torch.device) -> torch.Tensor:
-    """Position in (rank, expert) order of each row in (expert, rank) order."""
+    """Return, for each row in the order (expert, rank), its position in the order (rank, expert)."""
     count = to_host(global_expert_count, world_size).view(world_size, -1)
+    # [rank, expert]: the first row of each part
     begin = (count.flatten().cumsum(0) - count.flatten()).view_as(count)
     parts = [
         torch.arange(int(begin[rank, expert]), int(begin[rank, expert] + count[rank, expert]), device="cpu")

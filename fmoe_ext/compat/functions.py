@@ -1,7 +1,14 @@
-"""fmoe.functions: counting, scattering and gathering rows as autograd functions.
+"""fmoe.functions: count, scatter and gather rows as autograd functions.
 
-Layouts are FastMoE's: counts are indexed [rank * num_expert + expert], the local buffer is ordered by (rank,
-expert), the global buffer by (expert, rank). Rows of one expert keep the order of their tokens.
+FastMoE's programs write a layer's forward in three steps, each the other's mirror in the backward:
+
+    prepare_forward   choices [T, K] -> pos, the choices sorted by expert, and counts
+    MOEScatter        rows inp[pos] in the order (rank, expert), exchanged -> the rows of the experts here, in the order
+                      (expert, rank)
+    MOEGather         the experts' results back to the ranks that sent the rows, and to the places pos
+
+Counts are indexed [rank * num_expert + expert]: lec (local_expert_count) is what this rank sends to each expert, gec
+(global_expert_count) what each rank sends to the experts here. Rows of one expert keep the order of their tokens.
 """
 
 from typing import Any
@@ -24,6 +31,7 @@ def get_moe_group() -> Group:
     return _ranks.get_group()
 
 
+# FastMoE's private variable, which programs read
 def __getattr__(name: str) -> Any:
     if name == "_moe_group":
         return _ranks.get_group()
@@ -33,27 +41,28 @@ def __getattr__(name: str) -> Any:
 def count_by_gate(
     gate: torch.Tensor, num_expert: int, world_size: int, require_pos: bool = True
 ) -> tuple[torch.Tensor | None, torch.Tensor, torch.Tensor]:
-    """Choices per expert: gate [T, K] or [T], -1 for dropped -> (pos, local_expert_count, global_expert_count).
+    """Count the choices of each expert: gate [T, K] or [T], -1 for dropped -> (pos, lec, gec).
 
     Counts are int64 [num_expert * world_size] on the device of gate: what this rank sends to each expert, and what
     each rank sends to the experts here. pos: flat choices ordered by expert, None without require_pos.
     """
-    choices = gate.reshape(-1, 1)
+    choices = gate.reshape(-1, 1)  # each choice is a row of its own
     num_experts = num_expert * world_size
     if not require_pos:
         local_expert_count = ops.count_tokens(choices, num_experts)
         return None, local_expert_count, _ranks.exchange_counts(local_expert_count, world_size)
     local_expert_count, offs, row_idx, _ = ops.sort_tokens(choices, num_experts)
-    pos = row_idx[: int(offs[-1])].long()
+    pos = row_idx[: int(offs[-1])].long()  # the last end: dropped choices come after it
     return pos, local_expert_count, _ranks.exchange_counts(local_expert_count, world_size)
 
 
 def prepare_forward(
     gate: torch.Tensor, num_expert: int, world_size: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]:
-    """count_by_gate with the counts on the host -> (pos, lec, gec, fwd_expert_count [num_expert], fwd_batch_size)."""
+    """Do count_by_gate() -> (pos, lec, gec, rows of each expert here, rows of all of them); counts are on the CPU."""
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     assert pos is not None
+    # on the CPU, for the exchange must know its sizes; this waits for the device
     global_expert_count = _ranks.to_host(global_expert_count, world_size)
     fwd_expert_count = global_expert_count.view(world_size, num_expert).sum(0)
     return (
@@ -72,8 +81,8 @@ def _local_scatter(inp: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
 def _local_gather(
     inp: torch.Tensor, pos: torch.Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> torch.Tensor:
-    """Rows of inp at pos of a zero tensor with out_batch_size rows; rows at the same place are added."""
-    # forward: each choice's row has a place of its own; backward: the choices of one token are added
+    """Put the rows of inp at pos of out_batch_size rows of zeros. maybe_overlap: add those that have one place."""
+    # MOEGather's forward: each choice has a place of its own. MOEScatter's backward: the choices of a token share one.
     out = inp.new_zeros((out_batch_size, *inp.shape[1:]))
     return out.index_add_(0, pos, inp) if maybe_overlap else out.index_copy_(0, pos, inp)
 
@@ -100,12 +109,13 @@ class MOEScatter(Function):
     def backward(ctx: Any, global_grad_in: torch.Tensor) -> tuple[Any, ...]:
         (pos,) = ctx.saved_tensors
         num_rows, local_expert_count, global_expert_count, world_size = ctx.arguments
+        # the way back of the rows; a token that was copied gets the sum of its copies' gradients
         grad = _ranks.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
         return _local_gather(grad, pos, num_rows), None, None, None, None, None
 
 
 class MOEGather(Function):
-    """Bring rows back from their experts and add them at pos of local_batch_size rows of zeros."""
+    """Bring rows back from their experts and put them at pos of local_batch_size rows of zeros."""
 
     @staticmethod
     def forward(
@@ -130,12 +140,12 @@ class MOEGather(Function):
 
 
 class AllGather(Function):
-    """The inputs of all ranks of a group, one after the other; the gradient is this rank's part of it."""
+    """Join the inputs of all ranks of a group, one after the other; the gradient is this rank's part of it."""
 
     @staticmethod
     def forward(ctx: Any, inp: torch.Tensor, rank: int, world_size: int, group: Group) -> torch.Tensor:
         parts = _ranks.all_gather(inp, world_size, group)
-        begin = sum(part.shape[0] for part in parts[:rank])
+        begin = sum(part.shape[0] for part in parts[:rank])  # ranks may have different numbers of rows
         ctx.rows = begin, begin + inp.shape[0]
         return torch.cat(parts)
 
@@ -146,9 +156,9 @@ class AllGather(Function):
 
 
 class Slice(Function):
-    """This rank's rows of an input that all ranks of a group have; the first B % world_size have one row more.
+    """Take this rank's rows of an input [B, *] that all ranks of a group have; the gradient is joined from all of them.
 
-    The gradient is gathered from all of them.
+    The first B % world_size ranks have one row more than the others.
     """
 
     @staticmethod

@@ -1,4 +1,7 @@
-"""fmoe.layers, with what is fmoe.linear, fmoe.transformer, fmoe.distributed and fmoe.utils."""
+"""fmoe.layers, with the contents of fmoe.linear, fmoe.transformer, fmoe.distributed and fmoe.utils (see _TREE).
+
+Subclasses of fmoe_ext's layers, with FastMoE's default gate, order of arguments and initial values.
+"""
 
 import math
 from collections.abc import Callable, Sequence
@@ -21,7 +24,7 @@ from fmoe_ext.tokens import map_structure
 from fmoe_ext.transformer import FMoETransformerMLP as _FMoETransformerMLP
 
 Activation = str | Callable[..., Any]
-fmoe_faster_schedule = False
+fmoe_faster_schedule = False  # a name of fmoe.layers that nothing here reads
 
 
 class FMoE(_FMoE):
@@ -64,11 +67,13 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
     inp [B, *] or a nest of such tensors, gate [B, K] or [B], -1 for dropped choices -> [B * K, *], row b * K + k for
     choice k of token b, zero if it was dropped.
     """
+    # pos: choices sorted by expert; a choice's row is that of its token
     pos, local_expert_count, global_expert_count, fwd_expert_count, fwd_batch_size = prepare_forward(
         gate, num_expert, world_size
     )
     top_k = gate.shape[1] if gate.dim() == 2 else 1
-    source = torch.div(pos, top_k, rounding_mode="floor")
+    source = torch.div(pos, top_k, rounding_mode="floor")  # choice b K + k is of token b
+    # every tensor of a nest goes the same way
     x = map_structure(
         lambda leaf: MOEScatter.apply(
             leaf, source, local_expert_count, global_expert_count, fwd_batch_size, world_size
@@ -85,7 +90,7 @@ def _fmoe_general_global_forward(inp, gate, expert_fn, num_expert, world_size, *
 
 def draw_as_fastmoe(linear: _FMoELinear) -> None:
     """Draw FastMoE's initial values: kaiming_uniform with in_feat * out_feat for the fan-in, zero bias."""
-    # of [E, out, in] torch takes out * in for the fan-in
+    # torch takes the first dimension of [E, out, in] for the output and all others for the fan-in, as FastMoE lets it
     nn.init.kaiming_uniform_(linear.weight, a=math.sqrt(5))
     if linear.bias is not None:
         nn.init.zeros_(linear.bias)
@@ -99,7 +104,7 @@ class FMoELinear(_FMoELinear):
 
 
 class MOELinear:
-    """The linear map of each expert on rows sorted by expert; called as MOELinear.apply(...), differentiable."""
+    """Apply each expert's linear map to its rows, sorted by expert; called as MOELinear.apply(...), differentiable."""
 
     @staticmethod
     def apply(
@@ -157,11 +162,13 @@ class DistributedGroupedDataParallel(_DataParallel):
     """fmoe_ext's, but a parameter outside of FMoE layers gets the mean of its gradient over the group of its tag."""
 
     def _follow_tags(self) -> None:
+        # parameters of FMoE layers are fmoe_ext's matter, all others FastMoE's
         layers = [child for child in self.module.modules() if isinstance(child, _FMoE)]
         self._of_layers = {id(p) for layer in layers for p in layer.parameters()}
         super()._follow_tags()
 
     def _factor(self, p: nn.Parameter, tag: str) -> float:
+        # the factor of the mean over the tag's group: 1 leaves it as it is
         is_dense = tag != "none" and id(p) not in self._of_layers
         return 1.0 if is_dense else super()._factor(p, tag)
 
@@ -174,7 +181,7 @@ def get_torch_default_comm() -> dist.ProcessGroup:
 
 
 def get_rank_0_in_comm(comm: dist.ProcessGroup) -> int:
-    """Return the number in the whole job of the first rank of a group."""
+    """Return the rank in the whole job of a group's first member."""
     return dist.get_process_group_ranks(comm)[0]
 
 

@@ -1,4 +1,8 @@
-"""torch.distributed.pipeline.sync, which torch no longer has, on FairScale's Pipe: only a program's import changes."""
+"""torch.distributed.pipeline.sync, which torch no longer has, on FairScale's Pipe: only a program's import changes.
+
+What is different from FairScale's: the devices are those of the layers, layers take and return several values, the
+result is in a LocalResult in the place of torch's RRef, and the state dict numbers layers by partition.
+"""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -26,11 +30,11 @@ class LocalResult:
         return self.value
 
     def to_here(self, timeout: float = -1.0) -> Any:
-        """As local_value(): the result never leaves its process."""
+        """Return the tensor or tuple itself: it never leaves its process."""
         return self.value
 
     def is_owner(self) -> bool:
-        """True."""
+        """Return True: the result is in this process."""
         return True
 
 
@@ -50,12 +54,12 @@ class WithDevice(nn.Module):
 
     @property
     def module(self) -> nn.Module:
-        """The module."""
+        """Return the module."""
         return self._module
 
     @property
     def device(self) -> torch.device:
-        """Its device."""
+        """Return the module's device."""
         return self._device
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +92,7 @@ class Pipe(pipe.Pipe):
         layers: list[nn.Module] = []
         balance: list[int] = []
         devices: list[torch.device] = []
+        # balance and devices from where the children are: neighbours on one device are a partition
         for name, child in module.named_children():
             if isinstance(child, WithDevice):
                 device = child.device
@@ -101,8 +106,9 @@ class Pipe(pipe.Pipe):
                         "layers"
                     )
                 device = found.pop() if found else torch.device("cpu")
+            # torch's Pipe counts the layers of an inner nn.Sequential as layers of its own
             inner = list(child) if isinstance(child, nn.Sequential) else [child]
-            # on the CPU one partition would be no pipeline: there each child is its own
+            # a new partition; on the CPU for each child, since one partition would be no pipeline
             if not (devices and devices[-1] == device and device.type != "cpu"):
                 balance.append(0)
                 devices.append(device)
@@ -121,6 +127,7 @@ class Pipe(pipe.Pipe):
         return LocalResult(self._run(inputs[0] if len(inputs) == 1 else inputs))
 
 
+# torch's layers take the values of a tuple one by one
 class _Partition(pipe.Partition):
     def _call(self, layer: nn.Module, values: Values) -> Any:
         return layer(*values) if isinstance(values, tuple) else layer(values)

@@ -1,8 +1,16 @@
-"""Invariants of evaluation, recomputation, checkpoints, options and adapters.
+"""Check evaluation, recomputation, checkpoints, options and adapters; examine.py runs these functions.
 
-Two runs that must be equal are compared: with other random numbers, with a layer computed again in the backward, in
-one microbatch and in two, before a file and after it. PEFT begins with B = 0, where an adapter that is never used
-looks like one that is: random numbers are added to it first.
+Each check compares two runs that must be equal (or, for an option, different):
+
+* evaluation: two evaluations with other random numbers; the choices of training and of evaluation
+* recomputation: a step, and the same step with every layer computed again in the backward
+* bias_once: a step of one microbatch, and of two
+* bias_padding: a step of the batch, and of the batch with padding
+* checkpoint: a trained model, and one of other weights that its file was loaded into; both again a step later
+* options, adapters: the model, and the model with an option changed or with other adapters, which must differ
+* merged: the model with adapters, and with the adapters merged
+
+PEFT begins with B = 0, where an adapter that is never used looks like one that is: random numbers are added first.
 """
 
 from __future__ import annotations
@@ -26,6 +34,7 @@ from fmoe_ext.doctor.subject import copied
 
 def evaluation(case: Case) -> Iterator[Finding]:
     """Two evaluations with other random numbers are equal and leave the state as it was."""
+    # 1. two evaluations, and the state after them
     model = case.copy().eval()
     before = {n: v.clone() for n, v in state_of(model).items()}
     losses = []
@@ -38,6 +47,7 @@ def evaluation(case: Case) -> Iterator[Finding]:
     yield verdict(
         "bias-once", moved[0] if moved else "", bool(moved), f"{len(moved)} tensors moved in evaluation"
     )
+    # 2. the choices of training and of evaluation
     random = draws_numbers(case)
     _, watch = case.run(case.copy().eval(), case.subject.batch, case.subject.task)
     for name, choices in case.choices.items():
@@ -46,7 +56,7 @@ def evaluation(case: Case) -> Iterator[Finding]:
             yield verdict("evaluation", name, None, "training draws random numbers")
             continue
         same = other.shape == choices.shape and other.sort().values.equal(choices.sort().values)
-        # other experts may be right: Sinkhorn balances in training only
+        # another K is wrong, other experts of the same K may be right: Sinkhorn balances in training only
         bad = True if other.shape != choices.shape else False if same else None
         yield verdict(
             "evaluation", name, bad, f"top {choices.shape[1]} in training, {other.shape[1]} in evaluation"
@@ -54,7 +64,7 @@ def evaluation(case: Case) -> Iterator[Finding]:
 
 
 def draws_numbers(case: Case) -> bool:
-    """True if a forward in training depends on the generator's state."""
+    """Return True if a forward in training depends on the generator's state."""
     losses = []
     for seed in (1, 2):
         torch.manual_seed(seed)
@@ -63,7 +73,7 @@ def draws_numbers(case: Case) -> bool:
 
 
 def drops(case: Case) -> Iterator[Finding]:
-    """No token leaves a layer without any expert's part, and experts compute every choice."""
+    """Every choice is computed by an expert, and no token leaves a layer as zeros."""
     outputs: dict[str, torch.Tensor] = {}
     model = case.copy()
     layers = layers_of(model)
@@ -84,6 +94,7 @@ def drops(case: Case) -> Iterator[Finding]:
     _, watch = case.run(model, case.subject.batch, case.subject.task)
     for layer in layers:
         choices = watch.choices.get(layer.name)
+        # rows that experts computed, less than were chosen
         if choices is not None and layer.name in computed:
             chosen = int((choices < layer.num_experts).sum())
             lost = chosen - computed[layer.name]
@@ -106,7 +117,7 @@ def drops(case: Case) -> Iterator[Finding]:
 
 
 def recomputation(case: Case) -> Iterator[Finding]:
-    """Recomputing a layer in the backward changes neither gradients nor state."""
+    """A layer that is computed again in the backward has the same gradients, and its state moves once."""
 
     def again_in_backward(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return case.subject.recompute(partial(forward, **kwargs), *args)
@@ -120,7 +131,8 @@ def recomputation(case: Case) -> Iterator[Finding]:
     try:
         expected = case.backward(case.copy(), case.subject.task)[2]
         grads = case.backward(again, case.subject.task)[2]
-        # states after a step: a count may be doubled before it, if the step takes the load's sign and clears it
+        # States are compared after a step. Before it a count may be doubled without harm: a step that takes the sign of
+        # the load, and clears the count, moves the bias as far.
         a, b = (state_of(case.stepped(batches, prepare)[0]) for prepare in (None, recompute_layers))
     except Exception as error:  # models may refuse this kind of recomputation
         yield verdict("recomputation", "", None, str(error).splitlines()[0][:80] if str(error) else "refused")
@@ -151,6 +163,7 @@ def bias_once(case: Case) -> Iterator[Finding]:
         yield verdict("bias-once", "", None, why)
         return
     ends = [state_of(case.stepped(list(batches))[0]) for batches in ([case.subject.batch], halves)]
+    # kinds of state that move in some layer: names without the layers' numbers
     moving = {_of_any_layer(n) for n, v in start.items() if n in ends[0] and not ends[0][n].equal(v)}
     uneven = set()  # layers whose experts were chosen unequally often
     for layer in case.layers:
@@ -161,6 +174,7 @@ def bias_once(case: Case) -> Iterator[Finding]:
     for name, value in start.items():
         moves = [float((end[name] - value).abs().max()) for end in ends if name in end]
         counted = moves and max(moves) >= 1  # a counter of tokens, not a bias
+        # two updates instead of one move a bias twice as far; 1.5 allows for the halves' other loads
         bad = len(moves) < 2 or (not counted and moves[1] > 1.5 * moves[0] and moves[0] > 0)
         # it stays where others of its kind move, although its load is uneven: the step leaves it out
         bad |= not any(moves) and _of_any_layer(name) in moving and name.startswith(tuple(uneven))
@@ -173,7 +187,7 @@ def bias_once(case: Case) -> Iterator[Finding]:
 
 
 def bias_padding(case: Case) -> Iterator[Finding]:
-    """A bias of the choice moves by the load of tokens, and padding is none."""
+    """A bias of the choice moves by the load of the tokens, in which padding does not count."""
     s = case.subject
     start = {n: v for n, v in state_of(case.model).items() if "bias" in n.rpartition(".")[2]}
     if s.padded is None or not start:
@@ -197,6 +211,7 @@ def _of_any_layer(name: str) -> str:
 def checkpoint(case: Case) -> Iterator[Finding]:
     """A saved model that is loaded into other random weights has the same loss."""
     s = case.subject
+    # 1. a model that has trained for a step, and whose state is far from that of any fresh model
     saved_from = case.copy()
     torch.manual_seed(7)
     early = s.save(saved_from)
@@ -206,9 +221,10 @@ def checkpoint(case: Case) -> Iterator[Finding]:
         for value in state_of(saved_from).values():
             value.add_(torch.randn_like(value))
     late = s.save(saved_from)
-    # extra state that has another form after a step
+    # state whose shape has changed in the step: the loading model still has the shape of the beginning
     shapes = [{n: getattr(v, "shape", None) for n, v in state.items()} for state in (early, late)]
     stale = [n for n, shape in shapes[0].items() if shapes[1].get(n, shape) != shape]
+    # 2. a model of other weights to load into
     if s.build is not None:
         torch.manual_seed(99)
         fresh = case.build(s.build)
@@ -223,14 +239,15 @@ def checkpoint(case: Case) -> Iterator[Finding]:
         buffer.seek(0)
         result = s.load(fresh, torch.load(buffer, weights_only=True))
     except Exception as error:
-        yield verdict("checkpoint", "", True, f"does not load: {str(error).splitlines()[0][:80]}")
+        text = (str(error).splitlines() or [""])[0]  # an assert without a text has none
+        yield verdict("checkpoint", "", True, f"does not load: {type(error).__name__}: {text[:80]}")
         return
     losses = [float(case.run(m.eval(), s.batch, s.task)[0].detach()) for m in (saved_from, fresh)]
     absent = getattr(result, "missing_keys", [])
     missing = [*absent, *stale]
     bad = off(*losses) > 1e-6 or any(n in dict(fresh.named_parameters()) for n in absent)
     yield verdict("checkpoint", (missing or [""])[0], bad, f"loss {losses[0]:.8g}, loaded {losses[1]:.8g}")
-    # A step of an optimizer that was loaded moves the parameters as one of the saved optimizer does.
+    # 3. The optimizer: a step of one that was loaded moves the parameters as a step of the saved one does.
     model, twin = saved_from.train(), copied(saved_from)
     other = case.optimizer(twin)
     try:
@@ -256,7 +273,7 @@ def repeatable(case: Case) -> Iterator[Finding]:
 
 
 def options(case: Case) -> Iterator[Finding]:
-    """Each changed option changes the loss."""
+    """A model with an option changed, and the same weights, has another loss."""
     for name, build in case.subject.options.items():
         model = case.build(build).train()
         model.load_state_dict(case.model.state_dict(), strict=False)
@@ -266,13 +283,14 @@ def options(case: Case) -> Iterator[Finding]:
 
 
 def adapters(case: Case) -> Iterator[Finding]:
-    """Adapters change the loss when they are not zero, and cover the modules that they name."""
+    """Adapters change the loss, get gradients from it, and cover the modules that they name."""
     names = [n for n, _ in case.model.named_parameters() if "lora_" in n]
     for target in case.subject.adapted:
         count = sum(target in n for n in names)
         yield verdict("adapter-targets", target, count == 0, f"{count} adapter tensors")
     if not names:
         return
+    # random numbers on every adapter: the loss must move, and each tensor must have a gradient
     base = case.run(case.copy().eval(), case.subject.batch, case.subject.task)[0].detach()
     model = case.copy().eval()
     parameters = dict(model.named_parameters())
@@ -293,7 +311,7 @@ def adapters(case: Case) -> Iterator[Finding]:
 
 
 def merged(case: Case) -> Iterator[Finding]:
-    """A merge of the adapters into the weights has the loss of the adapters, for adapters that are not zero."""
+    """The model with its adapters merged has the loss of the model with adapters, and every matrix beside one moves."""
     if case.subject.merge is None:
         return
     model = case.copy().eval()
@@ -304,9 +322,11 @@ def merged(case: Case) -> Iterator[Finding]:
             p.add_(torch.randn_like(p))
     result = case.subject.merge(copied(model)).eval()
     losses = [float(case.run(m, case.subject.batch, case.subject.task)[0].detach()) for m in (model, result)]
+    # matrices of experts with an adapter beside them; a merge that leaves one as it was has lost its delta
     beside = tuple({n.partition("lora_")[0] for n in adapters})
     experts = {n: p for layer in layers_of(model) for n, p in layer.parameters().items() if p.ndim > 1}
     before = {n: p for n, p in experts.items() if n.startswith(beside) and n not in adapters}
+    # PEFT's wrappers put "base_layer." into names, and take it out again when they merge
     after = {n.replace("base_layer.", ""): p for n, p in result.named_parameters()}
     kept = [
         n for n, p in before.items() if (q := after.get(n.replace("base_layer.", ""))) is None or p.equal(q)

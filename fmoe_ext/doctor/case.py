@@ -1,6 +1,7 @@
-"""Float64 copies of the examined model and the steps that every check shares.
+"""The Case that examine.py hands to every check: the model in float64, one training forward of it, and shared steps.
 
 Each check runs on a copy of its own, from the same random numbers, so that no check sees what another has left behind.
+Below are the small functions on batches and outputs that several checks use.
 """
 
 from __future__ import annotations
@@ -18,12 +19,16 @@ from fmoe_ext.doctor.structure import Layer, Watch, layers_of
 from fmoe_ext.doctor.subject import Batch, Loss, Subject, copied, double
 
 ChangeScores: TypeAlias = Callable[[Layer, torch.Tensor], torch.Tensor]
-TINY = 1e-9  # relative: float64 leaves 1e-16, a gradient of a used router 1e-4
+TINY = 1e-9  # relative difference that counts as none: float64 rounds by 1e-16, a used router has 1e-4
 
 
 @dataclass
 class Case:
-    """One model under examination; gradients and choices of one training forward are computed once."""
+    """One model under examination; gradients and choices of one training forward are computed once.
+
+    layers: what layers_of() finds. task, choices, grads: loss, choices by layer and gradients by parameter of the task
+    loss. over_tokens: names of layers whose experts choose tokens. reached: by layer, tokens on which the loss depends.
+    """
 
     subject: Subject
     probes: dict[str, Any] = field(default_factory=dict)  # layer: its Probe
@@ -34,7 +39,8 @@ class Case:
         self.model = double(s.model).train()
         self.layers = layers_of(self.model)
         if not all(layer.named for layer in self.layers):
-            # No router has a usual name: those that are a factor are routers, and layers are those that choose.
+            # No router has a usual name: of the matrices of the right shape those that multiply in a forward are
+            # routers, and of the layers those that rank scores are MoE layers.
             model = self.copy()
             torch.manual_seed(0)
             with torch.no_grad(), Watch(layers_of(model)).forward() as watch:
@@ -46,6 +52,7 @@ class Case:
         model = self.copy()
         outputs: dict[str, torch.Tensor] = {}
 
+        # the output of each layer keeps its gradient: 0 in a row means that the loss does not depend on this token
         def keep(name: str, module: nn.Module, args: Any, output: Any) -> None:
             while isinstance(output, tuple | list) and output:
                 output = output[0]
@@ -73,8 +80,8 @@ class Case:
     def run(
         self, model: nn.Module, batch: Batch, loss: Loss, change: ChangeScores | None = None
     ) -> tuple[torch.Tensor, Watch]:
-        """Run a forward with fixed random numbers -> (loss, what was chosen in it); change: as of Watch."""
-        torch.manual_seed(0)
+        """Run a forward with fixed random numbers -> (loss, its Watch). change: of scores, as Watch takes it."""
+        torch.manual_seed(0)  # noise and dropout are the same in every run
         with Watch(layers_of(model), change).forward() as watch:
             value = loss(model, batch)
         return value, watch
@@ -98,7 +105,7 @@ class Case:
         return torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], 1e-3)
 
     def stepped(self, batches: list[Batch], prepare: Any = None) -> tuple[nn.Module, torch.optim.Optimizer]:
-        """Copy the model and train the copy for one step -> (copy, its optimizer)."""
+        """Train a copy of the model for a step of these microbatches, after prepare(copy) -> (copy, its optimizer)."""
         model = self.copy()
         if prepare is not None:
             prepare(model)
@@ -108,11 +115,12 @@ class Case:
         return model, optimizer
 
     def chosen(self, layer: Layer) -> list[int] | None:
-        """Experts that were chosen for tokens on which the loss depends; None if the choices are not visible."""
+        """Return the experts that were chosen for tokens on which the loss depends; None if choices are not visible."""
         choices = self.choices.get(layer.name)
         if choices is None:
             return None
         reached = self.reached.get(layer.name)
+        # choices have a row for each token, unless the router chose for groups of them
         if reached is not None and len(reached) == len(choices):
             choices = choices[reached]
         return [i for i in choices.unique().tolist() if 0 <= i < layer.num_experts]

@@ -22,6 +22,7 @@ from __future__ import annotations
 import time
 import warnings
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -33,7 +34,7 @@ from fmoe_ext.doctor.report import Finding, Report
 from fmoe_ext.doctor.structure import repeated, unregistered
 from fmoe_ext.doctor.subject import Subject
 
-# (invariant that is named where the check cannot run, check)
+# (the invariant to name if the check cannot run, the check), in the order of the report. A check may be about several.
 _CHECKS: tuple[tuple[str, Callable[[Case], Iterator[Finding]]], ...] = (
     ("finite", gradients.finite),
     ("router-gradient", gradients.router_gradient),
@@ -73,8 +74,8 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
     """Check the invariants of a MoE model on one batch; `assert check(model, batch).ok` is a test.
 
     model: an nn.Module with the batch that it takes (a tensor, or keyword arguments), or a Subject. parts: other
-    fields of Subject. Copies in float64 are examined on the model's device; the model stays as it is. Raises
-    AuditError if the model has no MoE layer.
+    fields of Subject; they and batch replace those of a Subject. Copies in float64 are examined on the model's device;
+    the model stays as it is. Raises AuditError if the model has no MoE layer.
 
     Example:
 
@@ -85,12 +86,16 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
         True
     """
     began = time.perf_counter()
+    # restored at the end: checks seed the generator
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
     torch.set_num_threads(1)  # small tensors: several threads wait longer than they compute
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            subject = model if isinstance(model, Subject) else Subject(model, batch, **parts)
+            if isinstance(model, Subject):
+                subject = replace(model, **(parts if batch is None else {"batch": batch, **parts}))
+            else:
+                subject = Subject(model, batch, **parts)
             # mistakes that hide experts from the model itself: nothing else could be examined
             hidden = [
                 verdict(
@@ -116,7 +121,7 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
             for name, run in _CHECKS:
                 try:
                     findings += list(run(case))
-                except Exception as error:  # a check that a model does not allow is undecided, and says why
+                except Exception as error:  # raised by the model, whatever it is: undecided, with the reason
                     text = (str(error).splitlines() or [""])[0]
                     text = f"cannot run: {type(error).__name__}: {text[:90]}"
                     findings.append(verdict(name, "", None, text))

@@ -1,10 +1,15 @@
-"""Invariants of gradients, the optimizer's step and the balance loss.
+"""Check gradients, the optimizer's step and the balance loss; examine.py runs these functions.
 
-A gradient is wrong if the loss does not move as it says: the slope is measured by two forwards of the model with
-its parameters moved along the gradient, a thousandth in length to either side. Float64 leaves the slope exact
-enough, unless a choice changes on the way (a jump has no gradient) or a backward differs from the slope on purpose;
-both are undecided. The balance loss is compared with itself: of the batch twice, of other K, and of a router made
-even or collapsed.
+A gradient g is right if the loss moves as it says. Let u = g / |g|: two forwards measure the slope along it,
+
+    slope = (loss(w + h u) - loss(w - h u)) / 2h,   h = 0.001,   which must be |g|
+
+In float64 the slope is exact enough, with two exceptions, where the verdict is "undecided": a choice of an expert that
+changes on the way (the loss jumps there, and a jump has no gradient), and a custom backward, which may differ from the
+slope on purpose, as a straight-through estimator does.
+
+The balance loss is compared with itself: for the batch twice, for another K, and for a router that is forced to be even
+or to collapse.
 """
 
 from __future__ import annotations
@@ -21,17 +26,17 @@ from fmoe_ext.doctor.probe import has_capacity, probe_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Layer, Watch, layers_of, state_of
 
-SLOPE_STEP = 1e-3  # length of the move of the parameters
-SLOPE_BOUND = 0.05  # relative
-_COST_BOUND = 0.8  # of the cost of a collapse; a softmax of a softmax leaves less
-_LOW = 40.0  # below the chosen experts' scores, which are 0: sigmoids and squares of log-sums stay tame
-ROUNDING = 1e-6  # of the loss: models of Transformers compute losses and routers in float32
-# names of autograd functions of ours, and torch's for recomputation, which compute what autograd would
+SLOPE_STEP = 1e-3  # h above
+SLOPE_BOUND = 0.05  # allowed difference of slope and gradient, relative
+_COST_BOUND = 0.8  # share of E / K that a collapse must cost; with a softmax of a softmax it costs less
+_LOW = 40.0  # how far forced scores of other experts lie below the chosen ones': sigmoids and z-losses stay finite
+ROUNDING = 1e-6  # relative error of the loss: models of Transformers compute losses and routers in float32
+# autograd functions, by the beginning of their names, whose backward is the slope: ours and torch's recomputation
 _OWN_BACKWARD = ("ExpertMLP", "fmoe", "Permute", "Gather", "Combine", "CheckpointFunction")
 
 
 def norm(values: list[torch.Tensor]) -> float:
-    """The norm of all values together."""
+    """Return the Euclidean norm of all tensors together."""
     return sum(float(v.norm() ** 2) for v in values) ** 0.5
 
 
@@ -53,14 +58,16 @@ def router_gradient(case: Case) -> Iterator[Finding]:
         if not trainable:
             yield verdict("router-gradient", layer.name, None, "the router is frozen")
             continue
+        # of several routers the one with the least gradient counts, in relation to the experts' gradient
         experts = norm([case.grads[n] for n in layer.parameters() if n in case.grads])
         sizes = {n: norm([case.grads[n]] if n in case.grads else []) for n in trainable}
         idle = min(sizes, key=lambda n: sizes[n])
         chosen = case.chosen(layer)
-        one = chosen is not None and len(chosen) < 2  # also an untrained table of a hash layer
+        # one expert for all tokens, as by an untrained table of a hash layer: its weight may be the constant 1
+        one = chosen is not None and len(chosen) < 2
         dead = None if experts == 0 or one else sizes[idle] <= TINY * experts
         if dead and set(trainable) & set(case.grads) and own_backward(case):
-            dead = None  # SparseMixer: no gradient where only one expert is in its range
+            dead = None  # SparseMixer gives no gradient where one expert alone is within its range of scores
         yield verdict("router-gradient", idle, dead, f"norm {sizes[idle]:.1e}, experts {experts:.1e}")
 
 
@@ -71,6 +78,7 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
     def grad(p: torch.nn.Parameter) -> torch.Tensor | None:
         return case.grads.get(names[id(p)])
 
+    # a stack's experts are its rows, so that expert() needs a tensor to index; None leaves frozen parameters out
     def trained(p: torch.nn.Parameter) -> torch.Tensor | None:
         return torch.ones(p.shape[:1], dtype=torch.bool, device=p.device) if p.requires_grad else None
 
@@ -93,8 +101,9 @@ def expert_gradient(case: Case) -> Iterator[Finding]:
 
 
 def gradient_size(case: Case) -> Iterator[Finding]:
-    """Compare gradients with slopes of the task loss along the gradient's sign."""
+    """The gradients of experts and routers are the slopes of the task loss along them."""
 
+    # the parameters of one group move, all the others stay
     def along_gradient(
         model: torch.nn.Module, amount: float, grads: dict[str, torch.Tensor], length: float
     ) -> None:
@@ -112,10 +121,11 @@ def gradient_size(case: Case) -> Iterator[Finding]:
             expected = norm(list(grads.values()))
             move = partial(along_gradient, grads=grads, length=expected)
             slope, same = slope_of_loss(case, move, SLOPE_STEP)
+            # a loss of float32 errs by ROUNDING, and the division by the step makes that large
             noise = ROUNDING * abs(float(case.task)) / SLOPE_STEP
             allowed = SLOPE_BOUND * max(abs(slope), expected) + noise
             bad: bool | None = abs(slope - expected) > allowed
-            if not bad and noise > expected:
+            if not bad and noise > expected:  # a slope of 0 would pass, too
                 bad = None
             if bad and same and not own_backward(case):
                 # a choice that is not observed may change on the way: a shorter step has another slope then
@@ -132,7 +142,7 @@ def gradient_size(case: Case) -> Iterator[Finding]:
 def slope_of_loss(
     case: Case, move: Callable[[torch.nn.Module, float], None], step: float
 ) -> tuple[float, bool]:
-    """Measure the loss a step to either side -> (its slope, True if choices are visible and none changed on the way).
+    """Measure the slope of the task loss -> (slope, True if choices are visible and none changed on the way).
 
     move(model, amount): changes a copy of the model by this amount along some direction of length 1.
     """
@@ -147,10 +157,10 @@ def slope_of_loss(
 
 
 def own_backward(case: Case) -> bool:
-    """True if the graph holds a torch.autograd.Function, whose backward may differ from the slope on purpose."""
+    """Return True if the loss's graph has a custom backward, which may differ from the slope on purpose."""
     value, _ = case.run(case.copy(), case.subject.batch, case.subject.task)
     seen, todo = set(), [value.grad_fn]
-    while todo:
+    while todo:  # every node of the graph, from the loss down
         node = todo.pop()
         if node is None or node in seen:
             continue
@@ -166,6 +176,7 @@ def own_backward(case: Case) -> bool:
 def experts_differ(case: Case) -> Iterator[Finding]:
     """No two experts have equal values; after a step, if the model says that they begin equal."""
 
+    # the experts a and b of a layer have a matrix in common
     def equal_in(layer: Layer, a: int, b: int) -> bool:
         pairs = list(zip(*(layer.expert(e, lambda p: p) for e in (a, b)), strict=True))
         matrices = [(x, y) for x, y in pairs if x.ndim > 1] or pairs
@@ -189,6 +200,7 @@ def experts_differ(case: Case) -> Iterator[Finding]:
 def optimizer_steps(case: Case) -> Iterator[Finding]:
     """A step moves what has a gradient, and nothing that is frozen."""
     model, optimizer = case.stepped([case.subject.batch])
+    # missing: trainable and in no group of the optimizer; still: with a gradient, and equal after the step
     covered = {id(p) for group in optimizer.param_groups for p in group["params"]}
     before = dict(case.model.named_parameters())
     moe = {n for layer in layers_of(model) for n in (*layer.parameters(), *layer.routers)}
@@ -220,9 +232,11 @@ def clipping(case: Case) -> Iterator[Finding]:
     case.run(model, case.subject.batch, case.subject.loss)[0].backward()
     before = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None and p.grad.any()}
     expected = norm(list(before.values()))
-    said = case.subject.clip(model, expected / 2)
+    said = case.subject.clip(model, expected / 2)  # half the norm: every gradient must be halved
     clipped = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    # factor of each gradient: the projection of the clipped one on the old one
     factors = {n: float((clipped[n] * g).sum() / (g * g).sum()) for n, g in before.items()}
+    # experts first, so that the finding names one of them
     experts = [n for layer in layers_of(model) for n in layer.parameters()]
     wrong = [n for n in [*experts, *before] if off(factors.get(n, 0.5), 0.5) > 1e-3]
     told = expected if said is None else float(said)
@@ -239,10 +253,11 @@ def balance(case: Case) -> Iterator[Finding]:
         yield verdict("balance-size", "", None, "no balance loss is given (parts=)")
         return
     task, balance = _parts(case, 0)  # the seed of Case.run, whose total is compared with these
-    if off(balance, _parts(case, 1)[1]) > TINY:
+    if off(balance, _parts(case, 1)[1]) > TINY:  # another seed
         yield verdict("balance-size", "", None, "the balance loss draws random numbers")
         yield from _in_loss(case, task, balance)
         return
+    # a mean over tokens is the same for twice the tokens; a sum doubles
     twice = mapped(s.batch, lambda v: torch.cat([v, v]))
     numbers = {"batch twice": float(s.parts(case.copy(), twice)[1].detach())}
     bad: bool | None = any(off(balance, n) > 1e-3 for n in numbers.values())
@@ -255,6 +270,7 @@ def balance(case: Case) -> Iterator[Finding]:
     text = ", ".join(f"{name} {n:.5g}" for name, n in numbers.items())
     yield verdict("balance-size", "", bad, f"{balance:.5g}; {text}")
     if s.with_top_k is not None:
+        # counts that are not divided by K make the loss of K = 2 twice as large, off by 0.5
         others = [case.build(partial(s.with_top_k, k)).train() for k in (1, 2)]
         sizes = [float(s.parts(model, s.batch)[1].detach()) for model in others]
         yield verdict("balance-size", "top k", off(*sizes) > 0.4, f"K=1 {sizes[0]:.5g}, K=2 {sizes[1]:.5g}")
@@ -275,7 +291,7 @@ def _parts(case: Case, seed: int) -> tuple[float, float]:
 
 
 def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
-    """The balance loss is differentiated: its part of the total and of the router's gradient."""
+    """The total loss holds weight * balance loss, and every trainable router gets a gradient of it."""
     s = case.subject
     assert s.parts is not None
     if s.balance_weight == 0:
@@ -284,6 +300,7 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     total, _, grads, _ = case.backward(case.copy(), s.loss)
     added = float(total) - task
     expected = s.balance_weight * balance
+    # the routers' gradient of the total, less that of the task loss: what the balance loss gave
     routers = [n for layer in case.layers for n in layer.routers if n in grads and n in case.grads]
     by_balance = norm([grads[n] - case.grads[n] for n in routers])
     wrong_size = balance == 0 or off(added, expected) > 1e-2
@@ -297,6 +314,7 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
     if wrong_size or dead is not False:
         return
 
+    # forward hook: the layer's output without its graph
     def cut(module: torch.nn.Module, args: object, output: Any) -> Any:
         if isinstance(output, torch.Tensor):
             return output.detach()
@@ -304,7 +322,7 @@ def _in_loss(case: Case, task: float, balance: float) -> Iterator[Finding]:
             return (output[0].detach(), *output[1:])
         return None
 
-    # Each layer's own part: behind a cut no layer gets a gradient through the output of an earlier one.
+    # The gradient above may come through later layers alone. Cut behind each layer, a router gets its own part only.
     model = case.copy()
     for layer in layers_of(model):
         layer.module.register_forward_hook(cut)
@@ -329,8 +347,9 @@ def balance_cost(case: Case) -> Iterator[Finding]:
     if not layers or len(layers) < len(case.layers):
         yield verdict("balance-cost", "", None, "choices are not visible")
         return
-    seen: set[str] = set()
+    seen: set[str] = set()  # layers whose scores could be forced
 
+    # Scores 0 for K experts, -_LOW for the others. Even: token t chooses the experts t K, t K + 1, ... modulo E.
     def scores(layer: Layer, old: torch.Tensor, even: bool) -> torch.Tensor:
         seen.add(layer.name)
         k, size = case.choices[layer.name].shape[1], layer.num_experts
@@ -371,6 +390,7 @@ def accumulation(case: Case) -> Iterator[Finding]:
         optimizer = case.optimizer(model)
         noted: dict[str, torch.Tensor] = {}
 
+        # as the optimizer sees them: the step may clear the gradients afterwards
         def note(*_: object, model: torch.nn.Module = model, noted: dict[str, torch.Tensor] = noted) -> None:
             noted |= {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
 
@@ -386,8 +406,9 @@ def accumulation(case: Case) -> Iterator[Finding]:
     if scale == 0 or found[0].keys() != found[1].keys():
         yield verdict("accumulation", "", None, "gradients are not visible when the optimizer steps")
         return
+    # a bias that moves with the tokens counted is different in the second microbatch: gradients may be, too
     moved = next((n for n, v in ends[0].items() if "bias" in n and not v.equal(ends[1][n])), None)
-    gaps = {
+    gaps = {  # relative; gradients below a thousandth of the largest are rounding
         n: float((found[1][n] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * scale)
         for n, g in found[0].items()
     }

@@ -1,7 +1,14 @@
-"""Invariants of a sample's output: it is its own, whatever stands beside, behind or before it.
+"""Check that a sample's output is its own, whatever stands beside, behind or before it in the batch.
 
-Outputs of the whole model are compared, sample by sample: with other samples beside, in another order of the batch,
-with other tokens behind, and after a forward of another batch. Choices may be right where rows return to other places.
+Outputs of the whole model are compared, sample by sample, with those of a changed batch:
+
+    outputs     other order, other samples absent, or with other values            "batch"
+    _causal     later tokens changed, or absent                                    "causality"
+    _history    a forward of another batch before                                  "history"
+    padding     padding added                                                      "balance-padding"
+
+Experts that compute the right tokens and return them to wrong rows are found here and not by their choices. Where a
+layer mixes tokens by design (Probe.by_design), or the model without its experts does, a difference is undecided.
 """
 
 from __future__ import annotations
@@ -24,7 +31,7 @@ _BOUND = 1e-4  # of the largest output: parts in float32 round otherwise in anot
 
 
 def outputs(case: Case) -> Iterator[Finding]:
-    """A sample's output stays the same in another order, alone, among other values, and behind another batch."""
+    """A sample's output stays the same in another order, alone, among other values, and after another batch."""
     s, count = case.subject, samples_of(case.subject.batch)
     if count is None or count < 2:
         yield verdict("batch", "", None, "the batch has one sample")
@@ -34,12 +41,15 @@ def outputs(case: Case) -> Iterator[Finding]:
         yield verdict("batch", "", None, "no output of the model has a row for each sample")
         return
     why = _by_design(case, watch)
+    # 1. the samples in reverse
     order = torch.arange(count, device="cpu").flip(0)
     turned, _ = _output(case, _samples(s.batch, count, order), count)
     yield _compared("batch", turned, plain[order], why, "the samples are in another order")
+    # 2. the first half alone
     half = torch.arange(count // 2, device="cpu")
     alone, _ = _output(case, _samples(s.batch, count, half), count // 2)
     yield _compared("batch", alone, plain[half], why, "the other samples are absent")
+    # 3. the first sample, beside samples of other values: samples 0, 1, 1, 2, 2, ..., their tokens in another order
     first = torch.cat(
         [torch.zeros(1, dtype=torch.int64, device="cpu"), 1 + torch.arange(count - 1, device="cpu") // 2]
     )
@@ -70,7 +80,10 @@ def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
 def _output(
     case: Case, batch: Batch, count: int, model: nn.Module | None = None
 ) -> tuple[torch.Tensor | None, Watch]:
-    """The model's first floating-point output with a dimension of the samples [samples, ...], and the choices."""
+    """Run the model -> (its first floating-point output with a dimension of samples, as [samples, ...]; the Watch).
+
+    The output is None if no output has such a dimension. model: None for a fresh copy in evaluation.
+    """
     model = case.copy().eval() if model is None else model
     found: list[torch.Tensor] = []
 
@@ -98,12 +111,14 @@ def _floating(output: Any) -> Iterator[torch.Tensor]:
             yield from _floating(value)
 
 
+# why a sample's output may depend on others by the model's design, None if nothing says so
 def _by_design(case: Case, watch: Watch) -> str | None:
     for layer in case.layers:
         reason = probe_of(case, layer).by_design
         if reason is not None:
             return f"in {layer.name or 'the layer'} {reason}"
 
+    # choices that were not ranked and stay under wholly other scores come from a table, or from a token's place
     with torch.no_grad():
         _, changed = case.run(case.copy().eval(), case.subject.batch, case.subject.task, drawn(6, 5.0))
     for name, scores in watch.scores.items():
@@ -120,7 +135,7 @@ def _samples(batch: Batch, count: int, numbers: torch.Tensor) -> Batch:
 
 
 def _behind(batch: Batch, count: int, position: int, from_sample: int = 0) -> Batch | None:
-    """Change the values from a position on, in all samples from a number on; None if the batch has no positions."""
+    """Reorder the tokens from a position on, in all samples from a number on; None if the batch has no positions."""
     changed = False
 
     def change(v: torch.Tensor) -> torch.Tensor:
@@ -130,7 +145,7 @@ def _behind(batch: Batch, count: int, position: int, from_sample: int = 0) -> Ba
         if len(v) != count or not sequence or v.shape[1] < 2:
             return v
         part = v[from_sample:, position:]
-        other = part.flip(1).roll(1, 0)
+        other = part.flip(1).roll(1, 0)  # another sample's tokens, in reverse
         changed |= not other.equal(part)
         return torch.cat([v[:from_sample], torch.cat([v[from_sample:, :position], other], 1)])
 
@@ -139,7 +154,7 @@ def _behind(batch: Batch, count: int, position: int, from_sample: int = 0) -> Ba
 
 
 def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Iterator[Finding]:
-    """Later tokens, changed or absent, move no earlier output, unless they do without the experts too."""
+    """Later tokens, changed or absent, move no earlier output; undecided if they do without the experts, too."""
     length = plain.shape[1] if plain.ndim > 2 else 0
     if length < 2:
         return
@@ -147,6 +162,7 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
     first = _samples(case.subject.batch, count, torch.zeros(1, dtype=torch.int64, device="cpu"))
     # two tokens reach few of the experts, so what is done for each expert that has some is done less often
     beginning = mapped(first, lambda v: v[:, :2] if v.ndim > 1 and v.shape[:2] == (1, length) else v)
+    # (batch, samples of it, tokens whose outputs are compared, words for them)
     trials = [(_behind(case.subject.batch, count, middle), count, middle, "before a change of later tokens")]
     if length > 2:
         trials.append((beginning, 1, 2, "of the first two tokens, if they are alone,"))
@@ -163,7 +179,7 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
         moved = _distance(changed[:, :kept], plain[:samples, :kept])
         text = f"outputs {which} move by {moved:.1e} of the largest"
         bad: bool | None = moved > _BOUND
-        if bad:
+        if bad:  # the same comparison of the model without its experts
             expected, found = (
                 _output(case, other, n, _without_experts(case))[0]
                 for other, n in ((case.subject.batch, count), (batch, samples))
@@ -187,7 +203,7 @@ def padding(case: Case) -> Iterator[Finding]:
         padded = probe_of(Case(replace(s, batch=s.padded)), layer)
         found = _places(s.batch, s.padded)
         if (
-            found is None
+            found is None  # the tokens' rows among the padding are not known
             or plain.cannot is not None
             or padded.cannot is not None
             or (len(plain.rows), len(padded.rows)) != (len(found[0]), found[1])
@@ -195,9 +211,11 @@ def padding(case: Case) -> Iterator[Finding]:
         ):
             yield verdict("balance-padding", layer.name, None, "rows of tokens are not visible with padding")
             continue
+        # choices that find an expert without padding, and none with it: padding has taken the place
         lost = int((plain.used & ~padded.used[found[0].to(padded.used.device)]).sum())
         text = f"with padding {lost} of {int(plain.used.sum())} choices of tokens find no room"
         yield verdict("balance-padding", layer.name, lost > 0, text)
+    # the balance loss's own check compares the task loss with padding, where parts= is given (gradients.balance)
     if s.parts is None and not any(has_capacity(case, layer) for layer in case.layers):
         losses: list[float] = []
         without: list[float] = []
@@ -223,7 +241,7 @@ def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
         if other is None or other.ndim != 2 or len(other) != len(value) or bool((value == value[0, 0]).all()):
             continue
         (count, length), width = value.shape, other.shape[1]
-        for first in (0, width - length):
+        for first in (0, width - length):  # padding behind the tokens, or before them
             if width >= length and other[:, first : first + length].equal(value):
                 rows = torch.arange(count, device="cpu")[:, None] * width
                 return (rows + torch.arange(first, first + length, device="cpu")).flatten(), count * width
@@ -231,7 +249,7 @@ def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
 
 
 def _without_experts(case: Case) -> nn.Module:
-    """Copy the model in evaluation, with MoE layers that return 0; of a layer alone the experts' values are 0."""
+    """Copy the model in evaluation, with MoE layers that return 0; of a model that is one layer the experts do."""
     model = case.copy().eval()
     for layer in layers_of(model):
         if layer.name:
@@ -269,6 +287,7 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
         when = "training" if training else "evaluation"
         text = f"outputs in {when} move by {moved:.1e} of the largest after a forward of another batch"
         bad: bool | None = moved > _BOUND
+        # in training a state may move by design, and noise may be drawn; evaluation has no excuse
         excuse = training and (moves[0] if moves else "random numbers" if draws_numbers(case) else None)
         if bad and excuse:
             bad, text = None, f"{text}: {excuse} changed"
@@ -284,6 +303,6 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Buffers and biases of choices: what may change a later forward by design."""
+    """Copy the buffers and the biases of choices, by name: what may change a later forward by design."""
     biases = {n: v for n, v in state_of(model).items() if "bias" in n}
     return {n: v.clone() for n, v in (dict(model.named_buffers()) | biases).items()}

@@ -1,10 +1,13 @@
-"""Measure from outside what each expert adds to each token of one layer.
+"""Measure from outside what each expert adds to each token of one layer; routing.py judges what is found.
 
-A MoE layer returns the sum over a token's experts of weight times output. Which experts computed a token and with which
-weights can be seen without reading the layer's code. Give all experts the same values, then move those of expert e a
-little: row t of the output moves by w[t, e] times the change of one function at x[t]. The rows that move tell which
-tokens e computed; the ratios of the moves are the ratios of the weights. The router's scores can be changed between
-the router's product and the choice (Watch), so that what a score does is measured, too.
+A MoE layer returns  y[t] = sum over e of w[t, e] f_e(x[t]).  To see the weights w without reading the layer's code,
+give all experts the same values, so that they are one function f. Then move the values of expert e alone a little:
+
+    y'[t] - y[t] = w[t, e] (f'(x[t]) - f(x[t]))             parts(): [T, M, D], one run of the layer for each expert
+
+Rows that do not move were not computed by e. The factor in brackets is not known, but it is the same for all experts of
+a token: the ratios of its moves are the ratios of its weights. Watch (structure.py) changes scores between the router's
+product and the choice, so that the effect of a score on choices and weights is measured the same way.
 
 Shapes: T tokens, E experts, M of them measured, D the width of the output.
 """
@@ -25,11 +28,11 @@ from fmoe_ext.doctor.structure import Layer, Watch
 from fmoe_ext.doctor.subject import copied, drawn_numbers
 
 Prepare: TypeAlias = Callable[[Layer, dict[str, nn.Parameter]], None]
-_MOVE = 1e-2  # of the experts' values: the layer's answer is linear in it within 1 %
-NEAR = 0.1  # a change of a score that moves weights and few choices
-_MOST_MEASURED = 16  # a run for each; of more experts the _MANY that were chosen most often
-_MANY = 8
-_ZERO = 1e-12  # of the largest move: what an expert does not compute does not move at all
+_MOVE = 1e-2  # relative move of an expert's values: the output is linear in it within 1 %
+NEAR = 0.1  # added to a score: moves weights, and few choices
+_MOST_MEASURED = 16  # experts that are all measured, each in a run of its own
+_MANY = 8  # of more experts only so many are measured, those that were chosen most often
+_ZERO = 1e-12  # relative to the largest move; smaller ones are rounding: an unused expert moves nothing
 
 
 class Probe:
@@ -37,10 +40,10 @@ class Probe:
 
     def __init__(self, case: Case, layer: Layer) -> None:
         self.layer = layer
-        self.cannot: str | None = None  # why it cannot be run so
+        self.cannot: str | None = None  # why it cannot be measured
         self.rows: torch.Tensor = torch.empty(0, device="cpu")  # [T, D], what it returns
-        self.scores: torch.Tensor | None = None  # [T, E]; None where its product is not seen, or of_groups
-        self.of_groups = False  # scores are of groups of tokens
+        self.scores: torch.Tensor | None = None  # [T, E]; None where the product is not seen, or of_groups
+        self.of_groups = False  # the router has fewer rows of scores than there are tokens
         self.choices: torch.Tensor | None = None  # [T, K]; None where they are not visible
         self.over_tokens = False  # experts choose tokens
         self.ranked = False  # a rank of scores was seen
@@ -54,6 +57,7 @@ class Probe:
             if self._inputs is None:
                 self._inputs = _detached((args, kwargs))
 
+        # 1. the layer's input and output inside the model; of several calls the first input
         model = case.copy().eval()
         inside = model.get_submodule(layer.name)
         inside.register_forward_pre_hook(before, with_kwargs=True)
@@ -64,6 +68,7 @@ class Probe:
             self.cannot = "its input and output are not visible"
             return
         expected = outputs[0]
+        # 2. alone on this input it must return the same
         try:
             self.rows, watch = self._run()
         except Exception as error:  # of the model
@@ -75,31 +80,34 @@ class Probe:
         self.ranked = layer.name in watch.ranked
         if self.rows.shape != expected.shape or not torch.allclose(self.rows, expected, rtol=1e-4, atol=1e-6):
             self.cannot = "alone it has another output than in the model"
+        # 3. scores and choices count if they have a row for each token
         self.of_groups = self.scores is not None and len(self.scores) < len(self.rows)
         if self.scores is not None and len(self.scores) != len(self.rows):
             self.scores = None
         if self.choices is not None and len(self.choices) != len(self.rows):
             self.choices = None
+        # 4. the experts to measure
         self.measured = list(range(layer.num_experts))
         if layer.num_experts > _MOST_MEASURED:
             every = torch.arange(layer.num_experts, device=self.rows.device)
             counts = layer.load(every if self.choices is None else self.choices)
             self.measured = counts.topk(_MANY).indices.sort().values.tolist()
+        # 5. of shards it is not known which row is which expert: find it by who computed the tokens that chose a number
         if layer.shards and not layer.order:
             if self.choices is None or len(self.measured) < layer.num_experts:
                 self.cannot = (
                     "its experts are in several parts, and which expert a choice means is not visible"
                 )
                 return
-            # Each number chooses the expert of the shards that computes most of its tokens.
             used = active(self.parts()).double()  # [T, places]
-            nobody = layer.num_scores
+            nobody = layer.num_scores  # a column for choices of nobody, cut off below
             chosen = torch.zeros(len(used), nobody + 1, dtype=torch.float64, device=used.device)
             chosen.scatter_(1, torch.where(self.choices < 0, nobody, self.choices), 1.0)
             chosen = chosen[:, : layer.num_experts]
             both = chosen.t() @ used
             either = chosen.sum(0)[:, None] + used.sum(0) - both  # tokens [E, places]
-            alike = both / either.clamp(min=1)
+            alike = both / either.clamp(min=1)  # tokens in common, over tokens of either (Jaccard)
+            # match greedily: the pair that is most alike first
             order = [-1] * layer.num_experts
             for pair in alike.flatten().argsort(descending=True).tolist():
                 number, place = divmod(pair, layer.num_experts)
@@ -110,7 +118,10 @@ class Probe:
     def run(
         self, change: ChangeScores | None = None, prepare: Prepare | None = None, inputs: Any = None
     ) -> torch.Tensor:
-        """Return the layer's rows [T, D] in evaluation. prepare: changes parameters before."""
+        """Return the layer's rows [T, D] in evaluation.
+
+        change: of the scores. prepare: changes parameters before. inputs: (args, kwargs), None for those in the model.
+        """
         return self._run(change, prepare, inputs)[0]
 
     def choose(
@@ -127,7 +138,7 @@ class Probe:
         inputs: Any = None,
         training: int | None = None,
     ) -> tuple[torch.Tensor, Watch]:
-        module = copied(self._module).train(training is not None)
+        module = copied(self._module).train(training is not None)  # a run leaves no state for the next one
         prefix = f"{self.layer.name}." if self.layer.name else ""
         own = {f"{prefix}{n}": p for n, p in module.named_parameters(remove_duplicate=False)}
         layer = replace(
@@ -141,6 +152,7 @@ class Probe:
         with torch.no_grad():
             if prepare is not None:
                 prepare(layer, own)
+            # a layer may write into its input: give it a copy, and compare the copy afterwards
             args, kwargs = copy.deepcopy(self._inputs if inputs is None else inputs)
             torch.manual_seed(training or 0)
             before = [v.clone() for v in _floating((args, kwargs))]
@@ -151,7 +163,7 @@ class Probe:
             return rows, watch
 
     def parts(self, change: ChangeScores | None = None, experts: list[int] | None = None) -> torch.Tensor:
-        """Measure what a move of each expert adds to each row [T, M, D], if all experts have the same values."""
+        """Measure how far each row moves with each expert's values, all experts being equal before -> [T, M, D]."""
         base = self.run(change, _equal([]))
         moves = [
             self.run(change, _equal([e])) - base for e in (self.measured if experts is None else experts)
@@ -159,7 +171,7 @@ class Probe:
         return torch.stack(moves, 1)
 
     def whole(self, change: ChangeScores | None = None) -> torch.Tensor:
-        """Measure what the same move of all experts adds to each row [T, D]: a token's weights all together."""
+        """Measure how far each row moves with all experts at once -> [T, D]: the sum of a token's weights."""
         return self.run(change, _equal(list(range(self.layer.num_experts)))) - self.run(change, _equal([]))
 
     @functools.cached_property
@@ -185,8 +197,8 @@ class Probe:
     def capacity(self) -> str | None:
         """Say why the experts seem to have a capacity; None if they behave as if they had none.
 
-        Those that lose choices compute the same number of tokens, those that compute fewer lose none, and of twice the
-        tokens they compute twice as many. A number that does not follow the batch is a fixed limit.
+        It is a capacity C if every expert that loses choices computes exactly C tokens, none computes more, and C
+        doubles with the batch. A limit that does not follow the batch is a fixed one, and a mistake.
         """
         if self.cannot is not None or self.choices is None:
             return None
@@ -200,6 +212,7 @@ class Probe:
         rows = [v.shape[:-1].numel() if v.is_floating_point() else v.numel() for v in values]
         if not rows or rows[0] != len(self.rows):
             return None  # no input has a row for each token
+        # once more with the batch twice, one after the other
         size = len(values[0])
 
         def doubled(v: Any) -> Any:
@@ -210,18 +223,18 @@ class Probe:
         base = self.run(prepare=_equal([]), inputs=inputs)
         moves = [self.run(prepare=_equal([e]), inputs=inputs) - base for e in self.measured]
         twice = active(torch.stack(moves, 1)).sum(0)
-        for computed, asked in ((counts, chosen), (twice, 2 * chosen)):
+        for computed, asked in ((counts, chosen), (twice, 2 * chosen)):  # [M] tokens of each expert
             full = computed[computed < asked]
             if not len(full) or bool((full != full[0]).any()) or bool((computed > full[0]).any()):
                 return None
             most.append(int(full[0]))
-        if not 2 * most[0] - 1 <= most[1] <= 2 * most[0] + 1:  # a factor of the batch, rounded
+        if not 2 * most[0] - 1 <= most[1] <= 2 * most[0] + 1:  # a share of the tokens, rounded
             return None
         return f"each expert computes {most[0]} tokens at most, and {most[1]} of a batch twice as large: a capacity"
 
     @functools.cached_property
     def mixes_tokens(self) -> str | None:
-        """Say why a token's row depends on other tokens even if no choice changes; None if nothing says so."""
+        """Say why a token's row depends on other tokens even while no choice changes; None if nothing does."""
         if self.over_tokens:
             return "experts choose tokens, so that other tokens decide"
         if self.of_groups:
@@ -232,10 +245,13 @@ class Probe:
 
     @functools.cached_property
     def weighs_inputs(self) -> bool:
-        """True if scores change what an expert computes, not only how much it counts, as weights on its input do."""
+        """True if scores change what an expert computes and not only its weight, as when they scale its input.
+
+        A weight changes the length of what the expert adds to a row, never its direction: directions are compared.
+        """
         if self.cannot is not None or self.scores is None or not self.used.any():
             return False
-        place = int(self.used.sum(0).argmax())
+        place = int(self.used.sum(0).argmax())  # the busiest expert
         # matrices alone: a bias that counts without its weight changes the direction, too
         moved, still = (_equal(numbers, matrices=True) for numbers in ([self.measured[place]], []))
         raised = only(None, self.measured[place], NEAR)
@@ -245,7 +261,7 @@ class Probe:
         return bool(both.any()) and float((cosine < 1 - 1e-6).double().mean()) > 0.5
 
     def with_input(self, row: int | slice, amount: float = 1.0) -> Any:
-        """Change one token of the layer's input, or some alike; None if no input has a row for each token."""
+        """Return the inputs with noise on one token, or the same on some; None if no input has a row for each token."""
         args, kwargs = copy.deepcopy(self._inputs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
@@ -267,7 +283,7 @@ def probe_of(case: Case, layer: Layer) -> Probe:
 
 
 def declared_capacity(layer: Layer) -> bool:
-    """Return True if an option speaks of a capacity or of drops."""
+    """Return True if an option of the layer is named for a capacity or for drops, and is not off."""
     return any(
         any(word in name.lower() for word in ("capacity", "drop")) and "dropout" not in name
         for name, value in options_of(layer).items()
@@ -276,7 +292,7 @@ def declared_capacity(layer: Layer) -> bool:
 
 
 def options_of(layer: Layer) -> dict[str, Any]:
-    """Collect the attributes of a layer's modules and of their configurations."""
+    """Collect the attributes of a layer's modules and of their configurations; a module's own goes first."""
     found: dict[str, Any] = {}
     for module in layer.module.modules():
         found |= getattr(getattr(module, "config", None), "__dict__", {})
@@ -291,12 +307,15 @@ def has_capacity(case: Case, layer: Layer) -> bool:
 
 
 def ratio_of(after: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
-    """Return the ratio of the weights of two measurements [T, M, D] -> [T, M]; NaN where an expert adds nothing."""
+    """Divide the weights of one measurement [T, M, D] by those of another -> [T, M]; NaN where an expert adds nothing.
+
+    The moves of one token and expert are parallel: their ratio is the projection of one on the other.
+    """
     return (after * before).sum(-1) / (before * before).sum(-1)
 
 
 def only(row: int | None, column: int | None, amount: float) -> ChangeScores:
-    """Raise a column of the scores, or draw changes for a whole row."""
+    """Make a change of scores: `amount` on one expert's column, or random numbers of this size on one row."""
 
     def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
         delta = torch.zeros_like(scores)
@@ -311,7 +330,7 @@ def only(row: int | None, column: int | None, amount: float) -> ChangeScores:
 
 
 def drawn(seed: int, amount: float = 1.0) -> ChangeScores:
-    """Add random numbers to all scores."""
+    """Make a change of scores: random numbers of this size on all of them."""
 
     def change(layer: Layer, scores: torch.Tensor) -> torch.Tensor:
         generator = torch.Generator("cpu").manual_seed(seed)
@@ -321,19 +340,19 @@ def drawn(seed: int, amount: float = 1.0) -> ChangeScores:
 
 
 def active(parts: torch.Tensor) -> torch.Tensor:
-    """Find the experts that add to a token -> bool [T, M]."""
+    """Find the experts that add to a token: parts [T, M, D] -> bool [T, M]."""
     sizes = parts.norm(dim=-1)
     return sizes > _ZERO * sizes.max().clamp(min=1e-300)
 
 
 def without_experts(layer: Layer, own: dict[str, nn.Parameter]) -> None:
-    """Set all values of experts to 0."""
+    """Prepare a run in which every expert returns 0."""
     for p in (*layer.parameters().values(), *stacks(layer, own).values()):
         p.zero_()
 
 
 def without_matrices(layer: Layer, own: dict[str, nn.Parameter]) -> None:
-    """Set experts and all other products to 0, matrices and the biases beside them, except the router's."""
+    """Prepare a run in which experts and all other products but the router's return 0."""
     without_experts(layer, own)
     products = {n.rpartition(".")[0] for n, p in own.items() if p.ndim > 1 and n not in layer.routers}
     for name, p in own.items():
@@ -342,7 +361,7 @@ def without_matrices(layer: Layer, own: dict[str, nn.Parameter]) -> None:
 
 
 def stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-    """Stacked parameters of experts, and the rows of biases beside them."""
+    """Return the parameters that have a row for each expert: the stacks, and the matrices of biases beside them."""
     beside = {n.rpartition(".")[0] for n in layer.stacked}
     rows = {
         n: p
@@ -353,7 +372,10 @@ def stacks(layer: Layer, own: dict[str, nn.Parameter]) -> dict[str, nn.Parameter
 
 
 def _equal(moved: list[int], matrices: bool = False) -> Prepare:
-    """Give all experts the values of the first one, and move some of them (matrices: not their biases), all alike."""
+    """Prepare a run in which all experts equal the first one, and those in `moved` have the same noise on top.
+
+    matrices: the noise is on matrices alone, not on biases.
+    """
 
     def make_equal(layer: Layer, own: dict[str, nn.Parameter]) -> None:
         generator = torch.Generator("cpu").manual_seed(9)
@@ -361,12 +383,13 @@ def _equal(moved: list[int], matrices: bool = False) -> Prepare:
         def give(values: dict[int, torch.Tensor]) -> None:
             first = next(iter(values.values())).clone()
             noise = torch.randn(first.shape, generator=generator, dtype=torch.float64, device="cpu")
-            size = float(first.abs().mean()) or 0.02
-            for e, value in values.items():
+            size = float(first.abs().mean()) or 0.02  # zeros, as of a fresh bias, must move too
+            for e, value in values.items():  # views of the copy's parameters: written in place
                 value.copy_(first)
                 if e in moved and (first.ndim > 1 or not matrices):
                     value.add_(noise.to(first), alpha=_MOVE * size)
 
+        # the three forms of experts (Layer): modules, some maybe empty; stacks; stacks in shards
         with_values = {e: list(expert.values()) for e, expert in enumerate(layer.separate) if expert}
         for tensors in zip(*with_values.values(), strict=True):
             give(dict(zip(with_values, tensors, strict=True)))

@@ -1,4 +1,4 @@
-"""Findings of the doctor, as lines and as JSON."""
+"""Findings of the doctor: INVARIANTS with their advice, the Finding of a check, the Report as lines and as JSON."""
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class Report:
         return not self.wrong and any(finding.verdict == OK for finding in self.findings)
 
     def named(self) -> set[str]:
-        """Names of the violated invariants."""
+        """Return the names of the violated invariants."""
         return {finding.invariant for finding in self.wrong}
 
     def as_dict(self) -> dict[str, object]:

@@ -1,10 +1,15 @@
-"""Invariants of one layer's routing, whatever its code: rows, choices and weights, measured by a Probe.
+"""Check the routing of each layer alone, whatever its code: rows, choices and weights, measured by a Probe (probe.py).
 
-A token's row depends on its own input and scores. A higher score never costs an expert its token, and never lowers
-its weight or raises another one's: that holds for a softmax, sigmoids, noise and a bias of the choice alike, and
-the other way round where scores are distances. Of the weights only ratios are known, since the change of an
-expert's output is not; the sum of a token's weights is compared under other scores (_normalised). Shapes are as in
-probe.py.
+What every router keeps, be it a softmax, sigmoids, noise or a bias of the choice:
+
+* A token's row of the output depends on this token's input and scores alone.
+* A token is computed by the experts that it chose, once each, and by no others.
+* A higher score never costs an expert a token, never lowers its weight and never raises another expert's weight.
+  Where scores are distances it is the other way round.
+* Scores reach the output as weights of experts, and in no other way.
+
+A Probe knows weights of one token up to a common factor, so that their ratios are judged, and their sum by its ratio
+under other scores (_normalised). Shapes: T tokens, M measured experts, D the width of the output, K choices.
 """
 
 from __future__ import annotations
@@ -34,13 +39,14 @@ from fmoe_ext.doctor.probe import (
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Layer
 
-_FAR = 10.0  # a change of a score that decides the choice
-_SMALL = 1e-5  # a change of a token that changes no choice
-_ROW_BOUND = 1e-7  # of the output: some models compute a part in float32
-_WEIGHT_BOUND = 1e-4
-_SOME = 0.1  # of the tokens
-_TRIED = 3  # experts, tokens
-# options of the number of experts of a token; where one of the second kind stands, the first may mean something else
+_FAR = 10.0  # added to a score: decides the choice
+_SMALL = 1e-5  # added to a token: changes no choice
+_ROW_BOUND = 1e-7  # relative to the largest output: some models compute a part in float32
+_WEIGHT_BOUND = 1e-4  # relative change of a weight that counts as none
+_SOME = 0.1  # share of the tokens up to which a broken rule is ignored
+_TRIED = 3  # experts whose scores are changed
+# Names of options that say how many experts a token has. One of the first kind counts only where there is none of the
+# second: its name is less clear, and may mean something else.
 _TOP_K = (
     re.compile(r"(moe_?|router_?|num_)?(top_?k|k)(_experts)?|num_selected(_experts)?"),
     re.compile(
@@ -48,6 +54,7 @@ _TOP_K = (
     ),
 )
 _SCORES = r"(top_?k|prob|weight|gate|rout|expert|score)"
+# names of options that say whether a token's weights are divided by their sum; not those of layer norms
 _NORM = r"(re)?norm(ali[sz]e)?d?"
 _NORMALISED = re.compile(
     rf"(?!.*(layer|rms|post|pre|qk))(.*{_NORM}_.*{_SCORES}.*|.*{_SCORES}.*_{_NORM}|(moe_)?renormali[sz]e|normali[sz]e)"
@@ -61,7 +68,7 @@ def routing(case: Case) -> Iterator[Finding]:
         if probe.cannot is not None:
             yield verdict("choice", layer.name, None, f"the layer is not examined alone: {probe.cannot}")
             continue
-        used, shared = probe.used, probe.by_design
+        used, shared = probe.used, probe.by_design  # bool [T, M]; why tokens depend on each other, or None
         yield _as_in_training(probe, shared)
         kept = (
             "the layer leaves its input as it is"
@@ -70,10 +77,12 @@ def routing(case: Case) -> Iterator[Finding]:
         )
         yield verdict("own-row", layer.name, not probe.input_kept, kept)
         yield from _rows(probe, shared)
+        # what follows is about the experts of each token
         if not used.any():
             yield verdict("choice", layer.name, None, "no expert that is measured adds to the output")
             continue
         yield from _used_as_chosen(probe, used, shared)
+        # and this about the effect of scores
         if probe.scores is None or shared is not None:
             why = shared or "the product with the router's weight is not visible"
             yield verdict("choice", layer.name, None, why)
@@ -105,7 +114,7 @@ def _as_in_training(probe: Probe, shared: str | None) -> Finding:
 
 
 def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
-    """Scores and input of one token move its row and no other one."""
+    """Scores and input of one token move its row and no other one. shared: why others may move by design, or None."""
     name, size = probe.layer.name, len(probe.rows)
     scale = float(probe.rows.abs().max())
     tokens = sorted({0, size // 2, size - 1})
@@ -113,10 +122,12 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
         yield verdict("own-row", name, None, "the batch has one token")
         return
 
+    # the rows, other than the token's, that differ from base
     def others(moved: torch.Tensor, token: int, base: torch.Tensor) -> list[int]:
         rows = ((moved - base).abs().amax(-1) > _ROW_BOUND * scale).nonzero().flatten().tolist()
         return [row for row in rows if row != token]
 
+    # 1. scores of the first, a middle and the last token
     if probe.scores is not None:
         wrong = {t: o for t in tokens if (o := others(probe.run(only(t, None, 3.0)), t, probe.rows))}
         text = "a token's scores move its own row alone"
@@ -127,6 +138,7 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
             if shared:
                 bad, text = None, f"{text}: {shared}"
         yield verdict("own-row", name, bad, text)
+    # 2. their inputs. If others move, who is to blame: the rest of the layer, its design, or a mistake?
     inputs = {t: probe.with_input(t) for t in tokens}
     if any(made is None for made in inputs.values()):
         yield verdict("own-row", name, None, "no input has a row for each token")
@@ -142,7 +154,7 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
             bad, text = None, f"{text}, also without the experts"
         elif shared:
             bad, text = None, f"{text}: {shared}"
-            # who is dropped depends on choices alone
+            # a capacity excuses no row that moves while all choices stay: who is dropped depends on choices alone
             if probe.mixes_tokens is None and probe.choices is not None:
                 for first in (0, 1):  # all tokens, so that a pair of them in one place is seen
                     moved, choices = probe.choose(inputs=probe.with_input(slice(first, None, 2), _SMALL))
@@ -175,8 +187,9 @@ def _used_as_chosen(probe: Probe, used: torch.Tensor, shared: str | None) -> Ite
     text = f"{strange} of {int(used.sum())} experts compute a token that did not choose them"
     if doubled:
         text = f"{doubled} of {len(used)} tokens choose an expert twice"
-    dense = bool(used.all())  # choices that are counted alone
+    dense = bool(used.all())  # every expert computes every token: the choices serve a count or a loss alone
     yield verdict("choice", layer.name, None if dense and not doubled else strange + doubled > 0, text)
+    # the other way round: chosen, but not computed
     lost = int((chosen & ~used).sum())
     text = f"{lost} of {int(chosen.sum())} choices add nothing to their token"
     # a top p sorts all experts and cuts at a share of the probability; experts in a stack may compute nothing
@@ -186,14 +199,16 @@ def _used_as_chosen(probe: Probe, used: torch.Tensor, shared: str | None) -> Ite
 
 
 def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
-    """A higher score takes no token away from its expert, raises its weight and no other one's.
+    """A higher score takes no token away from its expert, never lowers its weight and raises no other one's.
 
-    Where scores are distances all of it is the other way round. Scores reach the output through weights only.
+    Three measurements for each of the busiest experts: its tokens with a score far up and far down, all weights with a
+    score a little up, and the output with it. Tokens whose choice changes with the little step are left out.
     """
     layer, parts = probe.layer, probe.base
     counts = used.sum(0)
     tried = [i for i in counts.argsort(descending=True)[:_TRIED].tolist() if counts[i]]  # the busiest
     assert probe.scores is not None
+    # 1. choices: `far` brings a score above or below all others
     far = _FAR + 2 * float(probe.scores.abs().max())
     up = down = 0  # tokens whose choice follows the score, and runs against it
     for place in tried:
@@ -201,22 +216,25 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
         high, low = (active(probe.parts(only(None, expert, s * far), [expert]))[:, 0] for s in (1, -1))
         up += int((high & ~before).sum() + (before & ~low).sum())
         down += int((before & ~high).sum() + (low & ~before).sum())
+    # 2. the parts must add up to the whole, else there are no weights of experts to speak of
     whole = probe.whole()
     if len(probe.measured) == layer.num_experts:
         gap = (parts.sum(1) - whole).norm(dim=-1)
         if bool((gap > 0.1 * whole.norm(dim=-1).max()).any()):  # moves of 1 % add up but for their squares
             yield verdict("weights", layer.name, None, "the output is not a sum over experts")
             return
+    # [T, M]: each weight over the sum of the token's weights
     share = (parts * whole[:, None]).sum(-1) / (whole * whole).sum(-1)[:, None]
+    # 3. weights: tokens asked, and those of them whose weights all stay
     asked = still = 0
     # tokens: [own weight, another one's] x [lower, higher]
     moves = torch.zeros(2, 2, dtype=torch.int64, device="cpu")
-    acts = False
+    acts = False  # scores move the output
     for place in tried:
         change = only(None, probe.measured[place], NEAR)
         after = probe.parts(change)
         same = (active(after) == used).all(-1) & used[:, place]
-        ratio = torch.where(used, ratio_of(after, parts), 1.0)[same]
+        ratio = torch.where(used, ratio_of(after, parts), 1.0)[same]  # new weight over old one
         own = ratio[:, place].clone()
         ratio[:, place] = 1.0
         asked += len(own)
@@ -228,11 +246,12 @@ def _weights(probe: Probe, used: torch.Tensor) -> Iterator[Finding]:
         )
         moved = (probe.run(change) - probe.rows)[same].abs().amax(-1)
         acts |= bool((moved > _WEIGHT_BOUND * NEAR * float(probe.rows.abs().max())).any())
+    # 4. the verdicts, on choices first
     (own_lower, own_higher), (other_lower, other_higher) = moves.tolist()
     distances = down > up and own_lower > (1 - _SOME) * asked > 0
     text = f"a higher score brings its expert {up} tokens and takes {down} away"
     bad: bool | None = not distances and down > 0
-    if not up + down and not bool(used.all()):
+    if not up + down and not bool(used.all()):  # wrong only where the choice was seen to rank scores
         bad = True if probe.ranked else None
         text = "no score changes who is chosen" + (
             "" if bad else ", as in layers that choose by a table or a place"
@@ -282,7 +301,8 @@ def _beside(probe: Probe) -> Finding:
 def _same_added(probe: Probe) -> Iterator[Finding]:
     """Choices stay where weights do: the same amount added to all scores changes neither of a softmax."""
     assert probe.scores is not None
-    # a little leaves the choices of some tokens, and so shows whether weights move
+    # Amounts beyond all scores change every choice that they can; those of the scores' own spread leave the choices of
+    # some tokens, which show whether weights move.
     spread = float(probe.scores.std(correction=0))
     amounts = [s * a for a in (1 + 2 * float(probe.scores.abs().max()), spread) for s in (1, -1)]
 
@@ -307,11 +327,16 @@ def _same_added(probe: Probe) -> Iterator[Finding]:
 
 
 def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
-    """Name what was applied twice, if ratios of a token's weights say so."""
+    """Say which function of the scores was applied twice; None if the weights do not look so.
+
+    Ratios of two weights of a token tell. With scores a and b a softmax has log(w_a / w_b) = a - b whatever its sum is,
+    its square 2 (a - b), and a softmax of a softmax p has p_a - p_b; sigmoids likewise with log sigmoid(a).
+    """
     scores = probe.scores
     if scores is None or scores.shape[-1] != probe.layer.num_experts:
         return None
     scores = scores.double()[:, probe.measured]
+    # tokens with two experts or more whose shares have logarithms; of each token the first two experts
     rows = (used.sum(-1) > 1) & (used & (share <= 0)).any(-1).logical_not()
     if int(rows.sum()) < 4:
         return None
@@ -323,6 +348,7 @@ def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
     twice = {f"weights are those of a {name}, squared": 2 * logs for name, logs in once.items()}
     twice["weights are a softmax of a softmax"] = all_scores
 
+    # largest error of these logarithms of the weights
     def gap(logs: torch.Tensor) -> float:
         return float((weights - (logs[t, a] - logs[t, b])).abs().max())
 
@@ -332,9 +358,9 @@ def _twice(probe: Probe, share: torch.Tensor, used: torch.Tensor) -> str | None:
 
 
 def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterator[Finding]:
-    """A token's weights have one sum, whatever its scores, where an option says so.
+    """A token's weights have the same sum under all scores where an option says that they are normalised.
 
-    Where it denies it they may have one too: a softmax over the chosen scores has.
+    Where the option is off they may have one, too: the softmax of the chosen scores sums to 1 by itself.
     """
     said = {
         n: v for n, v in options_of(probe.layer).items() if isinstance(v, bool) and _NORMALISED.fullmatch(n)
@@ -342,6 +368,7 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
     if not said or int(used.sum(-1).max()) < 2 or probe.layer.is_partly_empty:
         return
 
+    # the sum of each token's weights under other scores, over that under its own
     ratio = (probe.whole(drawn(4)) * whole).sum(-1) / (whole * whole).sum(-1)
     spread = float((ratio - 1).abs().max())
     one_sum = spread < 1e-2
@@ -356,10 +383,11 @@ def _normalised(probe: Probe, whole: torch.Tensor, used: torch.Tensor) -> Iterat
 
 
 def _top_k(probe: Probe, used: torch.Tensor, shared: str | None) -> Iterator[Finding]:
-    """An option says how many experts compute a token."""
+    """The number of experts that compute a token is the one that an option says."""
     numbers = {n: v for n, v in options_of(probe.layer).items() if type(v) is int and v > 0}
     weak, strong = ({n: v for n, v in numbers.items() if kind.fullmatch(n)} for kind in _TOP_K)
     said = strong or weak
+    # not visible if some experts are not measured, or have no parameters to move
     is_visible = len(probe.measured) == probe.layer.num_experts and not probe.layer.is_partly_empty
     if not said or not is_visible or shared is not None:
         return

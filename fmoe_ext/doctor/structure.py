@@ -1,11 +1,15 @@
-"""Find experts by structure, routers by shape and position, and choices by the calls that make them.
+"""Find a model's MoE layers by their structure, and watch their scores and choices while they run.
 
-Experts are modules of one class and equal shapes in a list, or parameters [E, a, b] of one module, or a list of
-such stacks, as of ranks. Their router is a matrix with E rows or columns in the same module or at most two above
-it, with a usual name; only where no layer has one, any matrix from the experts' width to E counts. Choices are what
-topk, argmax or max return for a tensor with a dimension of E, or an int64 tensor [tokens, K] that a module of the
-layer returns. Scores are the result of a product with the router's weight, which may be cast and transposed on its
-way.
+    experts   modules of one class and equal shapes in a list               separate
+              parameters [E, a, b] of one module                            stacked
+              a list of such stacks, as each rank of a job has one          shards
+    router    a matrix with E rows or columns, with a usual name, in the module of the experts or at most two above it;
+              where no layer of the model has one, any matrix between the experts' width and E
+    scores    the result of a product with the router's weight, cast or transposed on its way
+    choices   what topk, argmax or max return for a tensor with a dimension of E, or an int64 tensor [tokens, K] that a
+              module of the layer returns
+
+layers_of() finds the first two in any model; Watch, a torch function mode, sees the others in the calls of a forward.
 """
 
 from __future__ import annotations
@@ -20,8 +24,8 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 _ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
-_CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))
-# cdist: scores that are distances; wide_linear: our gates' product
+_CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))  # calls that rank scores
+# calls that may compute scores. cdist: scores that are distances; wide_linear: our gates' product
 _PRODUCTS = frozenset((
     "linear", "matmul", "__matmul__", "__rmatmul__", "mm", "addmm", "bmm", "baddbmm", "einsum", "cdist", "wide_linear",
 ))  # fmt: skip
@@ -43,7 +47,7 @@ class Layer:
     named: bool = True  # False: the router was found by its shape alone
 
     def expert(self, number: int, of: Callable[[nn.Parameter], torch.Tensor | None]) -> list[torch.Tensor]:
-        """Collect of(parameter) for each tensor of an expert; what is None is left out."""
+        """Collect of(parameter), cut to this expert where the parameter holds several; what is None is left out."""
         whole = [of(p) for p in self.separate[number].values()] if self.separate else []
         if self.shards:
             shard, row = divmod(self.place(number), self.num_experts // len(self.shards))
@@ -66,13 +70,14 @@ class Layer:
         return valid.bincount(minlength=self.num_experts)
 
     def place(self, number: int) -> int:
-        """Return the place of an expert in the shards, one behind the other."""
+        """Return the row of an expert if all shards are put one behind the other."""
         return self.order[number] if self.order else number
 
     def state(self) -> dict[str, torch.Tensor]:
-        """Tensors of one number per expert that are not parameters: biases of the choice, counters."""
+        """Return the floating-point tensors [E] that are no parameters, by name: biases of the choice, counters."""
         found = {}
         for prefix, module in self.module.named_modules():
+            # some models keep their state in plain attributes
             attributes = {n: v for n, v in vars(module).items() if isinstance(v, torch.Tensor)}
             for name, value in [*module.named_buffers(recurse=False), *attributes.items()]:
                 if value.shape == (self.num_experts,) and value.is_floating_point():
@@ -86,10 +91,7 @@ def state_of(model: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def layers_of(model: nn.Module) -> list[Layer]:
-    """Find the MoE layers: expert banks that have a router of matching size near them.
-
-    If no router has a usual name, every matrix from the width of an expert to their number may be one.
-    """
+    """Find the MoE layers of a model: banks of experts with a router near them, known by its name or else its shape."""
     return _layers_of(model, named=True) or _layers_of(model, named=False)
 
 
@@ -99,9 +101,11 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
     for name, module in modules.items():
         if isinstance(module, nn.ModuleList | nn.ModuleDict) and (experts := _alike(name, module)):
             _attach(Layer(name, module, len(experts), separate=experts, named=named), found, modules)
+            # the same list may be of shards: then the router has a score for each row of them
             if isinstance(module, nn.ModuleList) and (shards := _shards(name, module)):
                 size = sum(len(next(iter(shard.values()))) for shard in shards)
                 _attach(Layer(name, module, size, shards=shards, named=named), found, modules)
+        # weights of these have three dimensions, too
         elif not isinstance(module, nn.modules.conv.Conv1d | nn.modules.conv.ConvTranspose1d):
             stacks: dict[int, dict[str, nn.Parameter]] = {}
             for key, p in module.named_parameters(recurse=False):
@@ -116,6 +120,7 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
     for key in [key for key, layer in found.items() if layer.num_scores > layer.num_experts]:
         if taken & found[key].routers.keys():
             del found[key]
+    # a list of blocks that contain MoE layers is no bank of experts itself
     inner = [layer.name for layer in found.values()]
     return [
         layer
@@ -125,7 +130,7 @@ def _layers_of(model: nn.Module, named: bool) -> list[Layer]:
 
 
 def unregistered(model: nn.Module) -> dict[str, int]:
-    """Find plain lists of modules, whose parameters the model does not have -> {attribute: experts}."""
+    """Find plain lists of modules, whose parameters the model does not have -> {attribute: number of modules}."""
     known = {id(m) for m in model.modules()}
     return {
         f"{path}.{name}".lstrip("."): len(value)
@@ -139,7 +144,7 @@ def unregistered(model: nn.Module) -> dict[str, int]:
 
 
 def repeated(model: nn.Module) -> dict[str, int]:
-    """Find lists that hold one module several times, beside a router of their number -> {list: experts}."""
+    """Find lists that hold one module several times, beside a router of their length -> {list: its length}."""
     found = {}
     for path, module in model.named_modules():
         if isinstance(module, nn.ModuleList) and len(module) > 1 and len({id(m) for m in module}) == 1:
@@ -151,7 +156,7 @@ def repeated(model: nn.Module) -> dict[str, int]:
 
 
 def _inside(other: str, layer: Layer) -> bool:
-    """Return True if the layer of this name is a part of an expert, or of a layer."""
+    """Return True if the layer named `other` lies inside an expert of this layer, or inside the layer."""
     first = next(expert for expert in layer.separate if expert)
     return any(other.startswith(f"{name.rsplit('.', 1)[0]}.") for name in first) or (
         other.startswith(f"{layer.name}.") if layer.name else False
@@ -159,12 +164,12 @@ def _inside(other: str, layer: Layer) -> bool:
 
 
 def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Return the parameters of a list's modules, if they are of one class and of the same shapes.
+    """Return the parameters of each module of a list, if they are of one class and of the same shapes; else [].
 
-    Behind or before these there may be modules without parameters: experts without computation.
+    Modules without parameters may stand before or behind them: experts that return 0, a constant or their input.
     """
     children = [(k, c, dict(c.named_parameters())) for k, c in module.named_children()]
-    full = [i for i, (_, _, own) in enumerate(children) if own]
+    full = [i for i, (_, _, own) in enumerate(children) if own]  # must be neighbours
     if len(full) < 2 or full != list(range(full[0], full[-1] + 1)):
         return []
     if len({type(children[i][1]) for i in full}) > 1:
@@ -175,7 +180,7 @@ def _alike(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
 
 
 def _shards(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
-    """Return the stacks of experts of a list's modules, if all have some, of one number and the same shapes."""
+    """Return the stacks [E / shards, a, b] of each module of a list, if all have the same shapes; else []."""
     shards = [
         {f"{name}.{k}.{n}".lstrip("."): p for n, p in child.named_parameters(recurse=False) if p.ndim == 3}
         for k, child in module.named_children()
@@ -186,19 +191,24 @@ def _shards(name: str, module: nn.Module) -> list[dict[str, nn.Parameter]]:
 
 
 def _attach(bank: Layer, found: dict[str, Layer], modules: dict[str, nn.Module]) -> None:
-    """Add a bank of experts to the layer of its router, or to the layer that is found there already."""
+    """Look for the router of a bank of experts, and add the bank to `found` under the name of the router's module."""
     experts, size = bank.parameters().values(), bank.num_experts
     own = {id(p) for p in experts}
     widths = None if bank.named else {width for p in experts for width in p.shape}
     owner = bank.name
     for _ in range(3):  # the module itself, the one above it and the next
         layer = found.get(owner)
+        # a second bank of this router: gate, up and down may be three lists or three modules with a stack each
         if layer is not None and layer.num_experts == size:
             layer.stacked |= bank.stacked
             if bank.separate:
                 before = layer.separate or [{}] * size
                 layer.separate = [a | b for a, b in zip(before, bank.separate, strict=True)]
+            if bank.shards and len(layer.shards) in (0, len(bank.shards)):
+                before = layer.shards or [{}] * len(bank.shards)
+                layer.shards = [a | b for a, b in zip(before, bank.shards, strict=True)]
             return
+        # one score more than experts: that of choosing nobody
         for scores in (size, size + 1) if bank.named else (size,):
             if routers := _routers(owner, modules[owner], scores, own, widths):
                 found[owner] = replace(
@@ -213,7 +223,11 @@ def _attach(bank: Layer, found: dict[str, Layer], modules: dict[str, nn.Module])
 def _routers(
     owner: str, module: nn.Module, size: int, own: set[int], widths: set[int] | None = None
 ) -> dict[str, nn.Parameter]:
-    """Find matrices of a router's name with a dimension of size, or of any name if the other one is in widths."""
+    """Find the matrices that may be the router of `size` experts below a module -> {name: parameter}.
+
+    widths None: by a router's name and a dimension of `size`; else by their shape, size x one of widths, alone.
+    own: ids of the experts' parameters, which are no routers.
+    """
     found = {}
     for name, p in module.named_parameters():
         words = name.lower().replace(".", "_").split("_")
@@ -228,7 +242,10 @@ def _routers(
 
 
 class Watch(TorchFunctionMode):
-    """Record, for each layer, the expert choices and the router's scores of its last forward, and change the scores."""
+    """Record, for each layer, the expert choices and the router's scores of its last forward, and change the scores.
+
+    A torch function mode sees every call of torch in a `with watch.forward():` block. Hooks tell in which layer it is.
+    """
 
     def __init__(
         self, layers: list[Layer], change: Callable[[Layer, torch.Tensor], torch.Tensor] | None = None
@@ -255,12 +272,15 @@ class Watch(TorchFunctionMode):
             layer = self._inside[-1]
             rows = result.reshape(-1, result.shape[-1])
             self.scores[layer.name] = rows.detach().clone()
-            if self.change is not None:
+            if self.change is not None:  # the model goes on with the changed scores
                 result = self.change(layer, rows).to(result.dtype).view_as(result)
         return result
 
     def _is_of_router(self, args: Any, kwargs: Any, result: Any) -> bool:
-        """Return True for the product with a router's weight, cast and transposed as it may be."""
+        """Return True if a factor of this product has the values of a router of the innermost layer.
+
+        Values are compared, not identities: the weight may be cast, transposed or copied on its way.
+        """
         layer = self._inside[-1]
         if not isinstance(result, torch.Tensor) or result.ndim < 2 or result.shape[-1] != layer.num_scores:
             return False
@@ -276,9 +296,10 @@ class Watch(TorchFunctionMode):
         return False
 
     def _record(self, name: str, scores: torch.Tensor, args: Any, kwargs: Any, result: Any) -> None:
-        """Keep what a call chose, if it ranked the experts of a layer."""
+        """Keep what a call of _CHOOSE chose, if it ranked the innermost layer's scores over the experts."""
         layer = self._inside[-1]
         size = layer.num_scores
+        # dim is the third argument of topk(input, k, dim), the second of the others; max() without it is no choice
         place = 2 if name == "topk" else 1
         dim = kwargs.get(
             "dim", args[place] if len(args) > place else (-1 if name in ("topk", "sort") else None)
@@ -286,14 +307,14 @@ class Watch(TorchFunctionMode):
         if not isinstance(dim, int) or scores.ndim < 2:
             return
         if scores.shape[dim] != size:
-            if size in scores.shape and name == "topk":
+            if size in scores.shape and name == "topk":  # along the tokens: each expert takes its best ones
                 self.over_tokens.add(layer.name)
             return
         indices = result if isinstance(result, torch.Tensor) else result[1]
         self.ranked.add(layer.name)
         if name in ("sort", "argsort"):  # a cumulative sum may cut it later: how many are chosen is not known
             return
-        if name in ("argmax", "max"):
+        if name in ("argmax", "max"):  # one choice a call; a layer may make several calls
             indices = indices.reshape(-1, 1)
             before = self.choices.get(layer.name)
             if before is not None and layer.name in self._chose and len(before) == len(indices):
@@ -332,6 +353,7 @@ class Watch(TorchFunctionMode):
         hooks = []
         for layer in self.layers:
             hooks.append(layer.module.register_forward_pre_hook(lambda *_, at=layer: entered(at)))
+            # "and None": a hook that returns something would replace the output
             hooks.append(layer.module.register_forward_hook(lambda *_: self._inside.pop() and None))
             for module in layer.module.modules():
                 hooks.append(module.register_forward_hook(lambda _m, _i, out, at=layer: returned(at, out)))

@@ -1,4 +1,9 @@
-"""Description of the training that the doctor examines."""
+"""Subject: the model, batch and training that the doctor examines, and how to make one.
+
+read() makes it of the command's argument: "file.py:make", or a folder or name of a Transformers model, of which a small
+one with random weights is built. check() makes it of (model, batch). Fields that are not given have the defaults that
+most training loops share: AdamW, state_dict(), torch's activation checkpointing.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +32,7 @@ Loss: TypeAlias = Callable[[nn.Module, Batch], torch.Tensor]
 
 
 def _output_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Return the model's own loss, else a fixed random projection of its first floating output."""
+    """Return the model's own loss, else a fixed random function of its first floating-point output."""
     output = model(**batch) if isinstance(batch, Mapping) else model(batch)
     loss = getattr(output, "loss", None)
     if isinstance(loss, torch.Tensor):
@@ -63,12 +68,12 @@ def train_step(
 
 
 def _load_by_name(model: nn.Module, saved: Mapping[str, torch.Tensor]) -> Any:
-    """Load the tensors that the model has."""
+    """Load the saved tensors whose names the model has; return torch's lists of the others."""
     return model.load_state_dict(saved, strict=False)
 
 
 def _recomputed(forward: Callable[..., Any], *args: Any) -> Any:
-    """Run a layer under torch's activation checkpointing without reentrance."""
+    """Run a layer under torch's activation checkpointing, which computes it again in the backward."""
     return checkpoint(forward, *args, use_reentrant=False)
 
 
@@ -86,19 +91,18 @@ class Subject:
     with_top_k: Callable[[int], nn.Module] | None = None  # the model with other K, the same weights
     # {name: the model with this option changed}
     options: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
-    adapted: Sequence[str] = ()  # parts of names that adapters shall cover
+    adapted: Sequence[str] = ()  # parts of parameters' names, each of which must have adapters
     merge: Callable[[Any], nn.Module] | None = None  # the model with its adapters merged into the weights
-    clip: Callable[[nn.Module, float], Any] | None = (
-        None  # (model, max_norm): scales gradients, returns their norm
-    )
+    # (model, max_norm): scales gradients, returns their norm
+    clip: Callable[[nn.Module, float], Any] | None = None
     build: Callable[[], nn.Module] | None = None  # a fresh model of other random weights
     recompute: Callable[..., Any] = _recomputed  # (forward, *args): the training's activation checkpointing
     optimizer: Callable[[nn.Module], torch.optim.Optimizer] | None = None  # None: AdamW
     step: Callable[..., None] = train_step  # (model, optimizer, microbatches, loss)
-    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict  # makes what a file holds
+    save: Callable[[nn.Module], Mapping[str, torch.Tensor]] = nn.Module.state_dict  # returns a file's tensors
     load: Callable[[nn.Module, Mapping[str, torch.Tensor]], Any] = _load_by_name  # (model, saved)
     save_optimizer: Callable[[Any], Any] = torch.optim.Optimizer.state_dict
-    upcycled: bool = False  # experts begin equal: they are compared after a step
+    upcycled: bool = False  # experts begin equal: whether they differ is asked after a step
 
     def task(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Compute the loss without the balance loss."""
@@ -107,10 +111,12 @@ class Subject:
 
 def copied(model: nn.Module) -> nn.Module:
     """Copy a model deeply but for its process groups; tensors of a past graph that it keeps are detached."""
+    # deepcopy refuses tensors that are not leaves, such as a balance loss that a gate keeps in an attribute, or in
+    # an object that is one: they go into its memo, already copied
     owners = [vars(module) for module in model.modules()]
     owners += [vars(v) for values in owners for v in values.values() if hasattr(v, "__dict__")]
     kept = [v for values in owners for v in values.values() if isinstance(v, torch.Tensor)]
-    # deepcopy keeps what reduces to a string
+    # nor can it copy process groups; what reduces to a string it takes as it is
     shared = {dist.ProcessGroup: str} if dist.is_available() else {}
     with patch.dict(copyreg.dispatch_table, shared):
         return copy.deepcopy(model, {id(v): v.detach().clone() for v in kept if not v.is_leaf})
@@ -131,7 +137,7 @@ def double(value: Any) -> Any:
 
 
 def read(place: str) -> Subject:
-    """Make the Subject that "file.py:make" returns (or (model, batch)), or a small one of a Transformers folder."""
+    """Make a Subject of "file.py:make", which returns one or (model, batch), or a small one of a Transformers model."""
     if ":" in place:
         made = find(place)()
         if isinstance(made, Subject):
@@ -154,6 +160,7 @@ def read(place: str) -> Subject:
             if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or text is config:
                 small = shrunk_config(text)
                 return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
+            # a model for images or sound: its language model alone, whose class only an instance tells
             with torch.device("meta"):
                 decoder = type(model_class(config)(config).get_decoder())  # which has no head of its own
             small = shrunk_config(text)
@@ -176,10 +183,12 @@ def from_transformers(build: Callable[[], Any]) -> Subject:
     if weight is None or not hasattr(text, "output_router_logits"):
         return Subject(model, batch, build=build)
     batch["output_router_logits"] = True
-    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}
+    fill = {"input_ids": 0, "labels": -100, "attention_mask": 0}  # -100: cross entropy ignores it
     padded: dict[str, Any] = {n: torch.nn.functional.pad(batch[n], (0, 4), value=v) for n, v in fill.items()}
     padded["output_router_logits"] = True
 
+    # Transformers adds the balance loss if it returns router logits: a second forward, from the same random numbers,
+    # has the task loss alone
     def parts(model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         random_state = torch.get_rng_state()
         output = model(**batch)

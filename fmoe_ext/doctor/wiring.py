@@ -1,4 +1,12 @@
-"""Invariants of how a MoE layer is wired: all of it runs, every part is weighted, and gradients pass through it."""
+"""Check how a MoE layer is wired; examine.py runs these functions.
+
+* unused: every trainable parameter of the layer gets a gradient
+* half_frozen, frozen_choice: what is frozen is frozen whole, an expert's matrices together, a router with its bias
+* input_gradient: the gradient of the layer's input is the slope of the loss, as in gradients.py
+* weighted_biases: an expert's bias counts with the token's weight
+* choice_bias, bias_direction: a bias of the choice changes choices and no weight, and a step moves it against the load
+* grows: no list keeps tensors of every step
+"""
 
 from __future__ import annotations
 
@@ -16,7 +24,7 @@ from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Layer, layers_of
 from fmoe_ext.doctor.subject import drawn_numbers
 
-_SHIFT = 1e-7  # of a bias of the choice: too small to change a choice
+_SHIFT = 1e-7  # added to a bias of the choice: too small to change a choice, far above float64's rounding
 
 
 def unused(case: Case) -> Iterator[Finding]:
@@ -26,17 +34,19 @@ def unused(case: Case) -> Iterator[Finding]:
     """
     for layer in case.layers:
         experts = list(layer.parameters())
+        # the whole layer
         if experts and not any(n in case.grads for n in [*experts, *layer.routers]):
             trains = any(p.requires_grad for p in layer.parameters().values())
             yield verdict(
                 "used", layer.name, trains or None, "no expert and no router is in the loss's graph"
             )
             continue
+        # what is neither an expert's nor a router's, such as shared experts and latent projections
         own = {*experts, *layer.routers}
         prefix = f"{layer.name}." if layer.name else ""
         others = [n for n, p in case.model.named_parameters() if n.startswith(prefix) and p.requires_grad]
         idle = [n for n in others if n not in own and "lora_" not in n and not _has(case.grads.get(n))]
-        if idle:
+        if idle:  # once more from other values: a product with zeros has no gradient
             model = case.copy()
             generator = torch.Generator("cpu").manual_seed(0)
             with torch.no_grad():
@@ -54,7 +64,7 @@ def _has(grad: torch.Tensor | None) -> bool:
 
 
 def half_frozen(case: Case) -> Iterator[Finding]:
-    """The matrices of an expert are frozen or trained together."""
+    """The matrices of an expert are frozen together or trained together."""
     for layer in case.layers:
         matrices = {n: p for n, p in layer.parameters().items() if p.ndim > 1 and "lora_" not in n}
         frozen = [n for n, p in matrices.items() if not p.requires_grad]
@@ -67,7 +77,7 @@ def half_frozen(case: Case) -> Iterator[Finding]:
 
 
 def frozen_choice(case: Case) -> Iterator[Finding]:
-    """Beside a frozen router no bias of its choice moves: an adapter's file would not hold it."""
+    """Beside a frozen router no bias of its choice moves: the file of an adapter would not hold it."""
     layers = [x for x in case.layers if not any(p.requires_grad for p in x.routers.values()) and _biases(x)]
     if not layers:
         return
@@ -79,7 +89,7 @@ def frozen_choice(case: Case) -> Iterator[Finding]:
 
 
 def input_gradient(case: Case) -> Iterator[Finding]:
-    """The gradient of a layer's input is the slope of the loss along it."""
+    """The gradient of a layer's input is the slope of the loss along a random direction of this input."""
     if own_backward(case):
         yield verdict("input-gradient", "", None, "a custom backward may differ from the slope on purpose")
         return
@@ -89,6 +99,7 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         model.get_submodule(layer.name).register_forward_pre_hook(_change_input(change))
 
     for layer in case.layers:
+        # the input becomes a leaf of the graph, whose gradient can be had
         seen: list[torch.Tensor] = []
 
         def as_leaf(x: torch.Tensor, seen: list[torch.Tensor] = seen) -> torch.Tensor:
@@ -103,11 +114,13 @@ def input_gradient(case: Case) -> Iterator[Finding]:
             continue
         (grad,) = torch.autograd.grad(value, seen, allow_unused=True)
         size = 0.0 if grad is None else float(grad.norm())
+        # a random direction, as long as the input is
         random = drawn_numbers(seen[0].shape, 5)
         along = random.to(seen[0]) * (seen[0].detach().norm() / random.norm())
         expected = 0.0 if grad is None else float((grad * along).sum())
         move = partial(along_input, layer=layer, along=along)
         slope, same = slope_of_loss(case, move, SLOPE_STEP)
+        # the third number: how large the product of gradient and random direction usually is
         scale = max(abs(slope), abs(expected), size * float(along.norm()) / along.numel() ** 0.5)
         gap = abs(slope - expected)
         bad: bool | None = gap > SLOPE_BOUND * scale + 0.1 * ROUNDING * abs(float(case.task)) / SLOPE_STEP
@@ -132,7 +145,11 @@ def _change_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
 
 
 def weighted_biases(case: Case) -> Iterator[Finding]:
-    """A bias of an expert's output counts with the token's weight, as the expert's product does."""
+    """A bias of an expert's output counts with the token's weight, as the rest of the expert does.
+
+    One number of a bias is raised by 1, in training: rows move by the weights that its expert has there. If
+    they all move by whole numbers from 1 on, the bias was added as it is.
+    """
     for layer in case.layers:
         experts = layer.parameters()
         router = norm([case.grads[n] for n in layer.routers if n in case.grads])
@@ -148,7 +165,7 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
             continue
         # of a stack one expert's row is moved: all together count with the sum of a token's weights, which may be 1
         busiest = int(layer.load(chosen).argmax())
-        of_stacks = stacks(layer, dict(case.model.named_parameters()))
+        of_stacks = stacks(layer, dict(case.model.named_parameters()))  # their biases are [E, D]
         biases: list[tuple[str, torch.Tensor, int | None]] = [
             (n, p, None) for n, p in experts.items() if p.ndim == 1
         ]
@@ -170,7 +187,7 @@ def weighted_biases(case: Case) -> Iterator[Finding]:
 
 
 def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None) -> torch.Tensor | None:
-    """Rows [tokens, D] that a layer returns after 1 was added to the first number of a bias, or of an expert's row."""
+    """Return a layer's rows [tokens, D] with 1 added to the first number of a parameter, or of its row `number`."""
     found: list[torch.Tensor] = []
     model = case.copy()
 
@@ -186,7 +203,7 @@ def _outputs(case: Case, layer: Layer, name: str = "", number: int | None = None
 
 
 def choice_bias(case: Case) -> Iterator[Finding]:
-    """A bias of the choice changes choices only: weights come from the scores without it."""
+    """A bias of the choice changes choices and nothing else: while they stay, the loss stays."""
     base, watch = case.run(case.copy(), case.subject.batch, case.subject.task)
     for layer in case.layers:
         for name in _biases(layer):
@@ -196,6 +213,7 @@ def choice_bias(case: Case) -> Iterator[Finding]:
             with torch.no_grad():
                 value += _SHIFT * drawn_numbers(value.shape, 3).to(value)
             moved, other = case.run(model, case.subject.batch, case.subject.task)
+            # a choice that changed may change the loss: no verdict
             same = layer.name in watch.choices and all(
                 other.choices[n].equal(c) for n, c in watch.choices.items() if n in other.choices
             )
@@ -206,13 +224,13 @@ def choice_bias(case: Case) -> Iterator[Finding]:
 
 
 def bias_direction(case: Case) -> Iterator[Finding]:
-    """A bias of the choice changes choices, and a step moves it against the load: down for the busy experts."""
+    """A bias of the choice changes choices, and a step lowers it for busy experts and raises it for idle ones."""
     if not any(_biases(layer) for layer in case.layers):
         return
     after = {x.name: _biases(x) for x in layers_of(case.stepped([case.subject.batch])[0])}
     for layer in case.layers:
         for name, start in _biases(layer).items():
-            acts = _answer(case, layer, name)
+            acts = _answer(case, layer, name)  # the effect of the bias on choices, and its move in a step
             move = (after[layer.name][name] - start).detach().double()
             if not acts and not move.any():
                 yield verdict(
@@ -230,13 +248,14 @@ def bias_direction(case: Case) -> Iterator[Finding]:
             if not move.any() or not load.any():
                 yield verdict("bias-direction", name, None, "it does not move, or the load is even")
                 continue
+            # cosine of move and load; turned round where a higher bias takes tokens away
             along = float((move * load).sum() / (move.norm() * load.norm())) * acts
             text = f"a step moves it by {along:.2f} along the load of its experts (-1 to 1)"
             yield verdict("bias-direction", name, along > -0.1, text)
 
 
 def _answer(case: Case, layer: Layer, name: str) -> int | None:
-    """1 if a higher bias brings an expert tokens, -1 if it takes them, 0 if it does nothing; None if not visible."""
+    """Return 1 if a higher bias brings expert 0 tokens, -1 if it takes them away, 0 if neither; None if not visible."""
     chosen, number = [], 0
     for amount in (-100.0, 100.0):
         model = case.copy()
@@ -251,7 +270,7 @@ def _answer(case: Case, layer: Layer, name: str) -> int | None:
 
 
 def _biases(layer: Layer) -> dict[str, torch.Tensor]:
-    """Tensors of one number per expert that are named as biases and are not trained."""
+    """Return the biases of a layer's choice by name: tensors [E] with "bias" in their name, which are not trained."""
     frozen = {
         f"{layer.name}.{n}": p
         for n, p in layer.module.named_parameters()
@@ -261,7 +280,7 @@ def _biases(layer: Layer) -> dict[str, torch.Tensor]:
 
 
 def grows(case: Case) -> Iterator[Finding]:
-    """No list of a module keeps tensors of more and more steps."""
+    """No list of tensors in a module grows in each of three steps."""
     model = case.copy()
     optimizer = case.optimizer(model)
     sizes = []
@@ -276,6 +295,7 @@ def grows(case: Case) -> Iterator[Finding]:
                 if isinstance(value, list) and value and all(isinstance(v, torch.Tensor) for v in value)
             }
         )
+    # in both intervals: a list that is filled once stays
     growing = [n for n, size in sizes[0].items() if size < sizes[1].get(n, 0) < sizes[2].get(n, 0)]
     text = f"{len(growing)} lists hold tensors of every step so far"
     yield verdict("cleared", growing[0] if growing else "", bool(growing), text)

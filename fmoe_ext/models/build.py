@@ -1,4 +1,9 @@
-"""The MoE layer that takes the place of a dense MLP: its sizes, its arguments, its weights."""
+"""Build the MoE layer that takes the place of a dense MLP: its sizes, its arguments, its weights; fmoefy calls build().
+
+Every value may come from three sides, in this order: the user's options, the model kind's Target, a default. The ranks
+that share a layer agree on its name and sizes, and on a seed that rank 0 draws: the gate is equal on all of them, and
+each expert's weights follow from the seed and its number, whatever rank holds it.
+"""
 
 from __future__ import annotations
 
@@ -22,14 +27,21 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 
 def build(target: Target, options: Options, num_targets: int) -> FMoETransformerMLP:
-    """The MoE layer of a target, filled; num_targets: how many layers fmoefy builds with these options."""
+    """Build a target's MoE layer and fill its weights. num_targets: the number of layers that fmoefy builds."""
+    # sizes and arguments
     dense = _with_users_sizes(target, options)
     kwargs = _moe_kwargs(target, options)
     num_local_experts = kwargs.pop("num_expert", None)
     if num_local_experts is None:
         raise ValueError("num_experts must be given: the experts of all ranks")
     num_experts = num_local_experts * kwargs["world_size"]
-    top_k = kwargs.pop("top_k", None) or (options.split if options.split > 1 else min(2, num_experts))
+    if num_experts < 1:
+        raise ValueError(f"num_experts must be at least 1, but got {num_experts}")
+    top_k = kwargs.pop("top_k", None)
+    if top_k is None:
+        top_k = options.split if options.split > 1 else min(2, num_experts)
+    if top_k < 1:
+        raise ValueError(f"top_k must be at least 1, but got {top_k}")
     d_hidden = _d_hidden(target, dense, options, top_k)
     gate = kwargs.pop("gate", None) or SoftmaxGate
     if isinstance(gate, nn.Module) and num_targets > 1:
@@ -45,7 +57,7 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
         nothing = torch.empty(0, device=torch.get_default_device())
         like = next(getattr(target.parent, target.attribute).parameters(), nothing)
     assert dense.d_model is not None and dense.activation is not None
-    # the gate's weights follow from the seed, which the ranks share; the user's generators stay where they were
+    # the layer; the gate's weights follow from the shared seed, and the user's generators stay where they were
     with _seeded(like.device, seed), like.device:
         layer = FMoETransformerMLP(
             num_local_experts,
@@ -57,6 +69,7 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
             gate=gate,
             **kwargs,
         ).to(like)
+    # weights; first: the number of this rank's first expert among all
     first = 0 if layer.moe_group is None else dist.get_rank(layer.moe_group) * num_local_experts
     if options.init == "upcycle":
         upcycle.check(layer, dense, options.split)
@@ -67,10 +80,11 @@ def build(target: Target, options: Options, num_targets: int) -> FMoETransformer
 
 
 def _with_users_sizes(target: Target, options: Options) -> DenseMLP:
-    """The target's MLP with what the user says about it; ValueError where the two disagree or something is missing."""
+    """Return the target's MLP, completed by the user's options; ValueError where they disagree or a size is missing."""
     dense = target.dense
     if options.d_model is not None and dense.d_model not in (None, options.d_model):
         raise ValueError(f"d_model={options.d_model}, but {target.path} has {dense.d_model}")
+    # copies of weights need weights, and keep the activation that they were trained with
     if options.init == "upcycle":
         if dense.why_unreadable:
             raise ValueError(
@@ -81,7 +95,7 @@ def _with_users_sizes(target: Target, options: Options) -> DenseMLP:
             raise ValueError(
                 f'init="upcycle" keeps the activation of {target.path}, {dense.activation}, but activation= is {wanted}'
             )
-    if options.activation is not None:  # a module belongs to one layer
+    if options.activation is not None:  # a copy: each layer has a module of its own
         dense = dataclasses.replace(dense, activation=copy.deepcopy(options.activation))
     if options.d_model is not None:
         dense = dataclasses.replace(dense, d_model=options.d_model)
@@ -92,7 +106,7 @@ def _with_users_sizes(target: Target, options: Options) -> DenseMLP:
 
 
 def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> int:
-    """Hidden units of an expert."""
+    """Return the number of hidden units of an expert."""
     if options.init == "upcycle":
         assert dense.d_hidden is not None  # its weights could be read
         d_hidden = dense.d_hidden // options.split
@@ -111,7 +125,7 @@ def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> 
 
 def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
     """Collect the arguments of FMoETransformerMLP: from the user, else the model kind, else the default group."""
-    kwargs = dict(target.moe_kwargs)
+    kwargs = dict(target.moe_kwargs)  # the model kind's
     if not options.distributed_experts:
         kwargs.pop("moe_group", None)
         kwargs["world_size"] = 1
@@ -124,12 +138,14 @@ def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
     num_local_experts = options.experts_of_rank(kwargs["world_size"])
     if num_local_experts is not None:
         kwargs["num_expert"] = num_local_experts
+    # experts that ranks share are different ones: their gradients are not averaged
     kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
     return kwargs
 
 
 def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...]) -> int:
-    """A seed that the ranks of a layer share, after they have agreed that it is one layer."""
+    """Return a seed that the ranks of a layer share; raise unless they build the same layer, of the same sizes."""
+    # from the user's generator, so that torch.manual_seed() determines the model; rank 0's counts
     seed = [int(torch.randint(2**62, (), device="cpu"))]
     if kwargs["world_size"] > 1:
         group = find_group(register_group(kwargs.get("moe_group")))
@@ -140,11 +156,11 @@ def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...])
 
 @contextlib.contextmanager
 def _seeded(device: torch.device, seed: int) -> Iterator[None]:
-    """Random numbers that follow from seed; afterwards the generators are as they were."""
+    """Seed the generators of the CPU and of the device inside the block; restore them afterwards."""
     is_cuda = device.type == "cuda"
     with torch.random.fork_rng([device] if is_cuda else []):
         torch.default_generator.manual_seed(seed)
-        if is_cuda:
+        if is_cuda:  # manual_seed() would seed all devices, of which one alone is restored
             with torch.cuda.device(device):
                 torch.cuda.manual_seed(seed)
         yield

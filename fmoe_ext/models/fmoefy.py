@@ -1,4 +1,12 @@
-"""fmoefy: one line turns the MLPs of a Transformer into MoE layers."""
+"""fmoefy: one line turns the MLPs of a Transformer into MoE layers.
+
+    find      a model kind names the MLPs, each a Target with the weights that could be read (target.py, recognize.py)
+    select    layers= keeps some of them
+    build     an FMoETransformerMLP for each, filled from its MLP or at random (build.py, upcycle.py)
+    replace   the layers take the MLPs' places, attention masks become padding (padding.py), the report is written
+
+All that may fail happens before the first layer of a model is replaced.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +33,7 @@ from fmoe_ext.models.recognize import is_linear
 from fmoe_ext.models.target import Options, Target
 from fmoe_ext.transformer import FMoETransformerMLP, MLPOptions
 
-# Modules that find the MLPs of a library's models (target.py), asked in this order once the library is imported.
+# (library, the model kind for it: see target.py). Asked in this order, each once its library has been imported.
 LIBRARIES = (
     ("megatron", "fmoe_ext.megatron.core"),
     ("megatron", "fmoe_ext.compat.megatron.find"),
@@ -64,7 +72,7 @@ class Replaced:
 
 @dataclass(frozen=True)
 class Report:
-    """Report of fmoefy, model.fmoe_report. Parameters count the experts of all ranks."""
+    """The report of fmoefy, model.fmoe_report. Numbers of parameters include the experts of all ranks."""
 
     kind: str  # KIND of the model kind
     init: str
@@ -122,17 +130,17 @@ def fmoefy(
     load_dense: Any = None,
     **moe_kwargs: Unpack[MoEOptions],
 ) -> ModelT:
-    """Replaces the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
+    """Replace the MLPs of a Transformer, in place, by FMoETransformerMLPs -> the model, with model.fmoe_report.
 
     model: a dense Hugging Face model, a model with nn.TransformerEncoderLayer or nn.TransformerDecoderLayer, or any
     other with match=; a list of models gives a list, a tuple a tuple. Do it before wrapping the model for data
     parallelism and before making the optimizer.
 
-    num_experts: experts of all ranks. num_local_experts: those of each rank, in the place of num_experts.
-    distributed_experts: with a process group, its ranks share the experts, of which each has a part: wrap the model in
-      fmoe_ext.distributed.DistributedGroupedDataParallel then, not in DistributedDataParallel, which would average
-      them. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts, as
-      the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
+    num_experts: experts of all ranks. num_local_experts: experts of each rank, instead of num_experts.
+    distributed_experts: True: the ranks of the process group, if there is one, share the experts, a part each. Wrap the
+      model in fmoe_ext.distributed.DistributedGroupedDataParallel then; DistributedDataParallel would average different
+      experts. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts,
+      as the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
     hidden_hidden_size: hidden units of an expert. None: those of the MLP divided by top_k, or by split.
     top_k: None is 2, or split. gate: class, function or name of fmoe_ext.gates.GATES; None is SoftmaxGate.
     layers: which of the MLPs, in the order of the model: a number (negative from the end), a slice, a range or other
@@ -145,11 +153,11 @@ def fmoefy(
     init "random": normal, with the standard deviation of the MLP's own weights, biases 0; with one seed the same model
       on any number of ranks.
     init "upcycle": the model's first output is that of the dense one. The experts are copies of its MLP (Komatsuzaki
-      et al. 2022, "Sparse Upcycling") or, with split=G, each one of G equal slices of its hidden units, of which every
-      token gets whole sets: top_k is a multiple of G (He et al. 2024, "Upcycling Large Language Models into Mixture
-      of Experts", virtual groups). Equal experts become different because the gate, random at first, sends them
-      different tokens; noise=s adds normal noise of s times the weights' standard deviation to each, which the first
-      output then shows.
+      et al. 2022, "Sparse Upcycling"). With split=G an expert is one of G equal slices of its hidden units, and every
+      token gets whole sets of them: top_k is a multiple of G (He et al. 2024, "Upcycling Large Language Models into
+      Mixture of Experts", virtual groups). Equal experts become different because the gate, random at first, sends
+      them different tokens; noise=s also adds normal noise of s times the weights' standard deviation to each expert,
+      and the first output is no longer exactly the dense one.
       The weights have to be there before: Megatron loads its checkpoints after the model is built, and copies of
       random numbers are no upcycling. load_dense: a state dict of the dense model, or a function that loads it into
       the given model, for instance by megatron.core.dist_checkpointing; done before its MLPs are read.
@@ -163,7 +171,7 @@ def fmoefy(
     load another saved state dict, fmoefy a model of the dense configuration first.
     Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
     model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
-    init="upcycle" with a gate whose weights have no constant sum.
+    init="upcycle" with a gate whose weights have no constant sum. Of a list, the models before this one are replaced.
     Equivalent to: layer.mlp = FMoETransformerMLP(num_experts=num_experts, d_model=d_model, ...) for every layer.
 
     Example:
@@ -203,9 +211,9 @@ def fmoefy(
 
 
 def _check(options: Options) -> None:
-    """TypeError or ValueError for arguments that do not fit, before a model changes."""
+    """Raise TypeError or ValueError for arguments that do not fit each other, before a model changes."""
     known = {*inspect.signature(fmoefy).parameters, *keywords_of(FMoETransformerMLP)} - {"num_expert"}
-    for name in options.moe_kwargs:
+    for name in options.moe_kwargs:  # a misspelt keyword, with the nearest name
         if name not in known:
             of_rank = name in ("num_expert", "fmoe_num_experts")  # FastMoE's names
             near = ["num_local_experts"] if of_rank else difflib.get_close_matches(name, sorted(known), 1)
@@ -236,6 +244,7 @@ def _replace(model: nn.Module, options: Options) -> nn.Module:
                 f"the model has MoE layers already, the first at {path!r}: layers= of one call says which MLPs to "
                 "replace, match= points at others"
             )
+    # weights must be there whole: not on the meta device, not sharded by FSDP
     for name, p in model.named_parameters():
         if p.is_meta or is_dtensor(p):
             what = "on the meta device: load the model" if p.is_meta else "sharded: fmoefy the model"
@@ -251,7 +260,7 @@ def _replace(model: nn.Module, options: Options) -> nn.Module:
 def replace(
     model: Any, kind: str, targets: Sequence[Target], options: Options, left: Sequence[str] = ()
 ) -> Any:
-    """Builds the layers of these targets and puts them in their places -> the model, with model.fmoe_report."""
+    """Build the layers of these targets and put them in their places -> the model, with model.fmoe_report."""
     parameters_before = _count(model)
     layers = [build(target, options, len(targets)) for target in targets]
     modules = [target.wrap(layer) for target, layer in zip(targets, layers, strict=True)]
@@ -264,11 +273,13 @@ def replace(
             setattr(parent, name, module)
         target.finish()
     heed_attention_masks(model)
+    # a kind may add a sentence, whatever kind the model is: how it can be saved, for one
     ways_out = "".join(
         room.after_replacing(model, kind, targets, layers, options)
         for room in _rooms()
         if hasattr(room, "after_replacing")
     )
+    # parameters of all ranks, and of the experts that one token does not use
     after = _count(model) + sum((moe.world_size - 1) * _count(moe.experts) for moe in layers)
     idle = sum(
         (moe.num_experts - moe.top_k) * (_count(moe.experts) // moe.num_local_experts) for moe in layers
@@ -288,18 +299,19 @@ def replace(
 
 
 def _rooms() -> list[Any]:
-    """The modules of LIBRARIES whose library this process has imported, each once."""
+    """Import the model kinds of LIBRARIES whose library this process has imported, each once."""
     rooms = dict.fromkeys(room for library, room in LIBRARIES if library in sys.modules)
     return [importlib.import_module(room) for room in rooms]
 
 
 def find_targets(model: nn.Module, options: Options) -> tuple[str, list[Target]]:
-    """(name of the model kind, its MLPs); ValueError, listing what was looked for, where there are none."""
+    """Find the MLPs of a model -> (name of the model kind, targets); ValueError, with what was looked for, if none."""
     return _find(model, options)[:2]
 
 
 def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[str]]:
-    """find_targets() and, as "path (class): reason", the modules that look like MLPs and cannot be read."""
+    """Find the MLPs -> (kind, targets, what looks like an MLP and cannot be read, as "path (class): reason")."""
+    # match= points at modules, whatever library they are of
     kinds = [*_rooms(), plain] if options.match is None else [plain]
     for kind in kinds:
         distinct: dict[int, Target] = {}  # a module that the model refers to at two places is one target
@@ -330,14 +342,15 @@ def _find(model: nn.Module, options: Options) -> tuple[str, list[Target], list[s
 
 
 def _is_left(target: Target) -> bool:
-    """True for a candidate that cannot be read; the given activation stands in for one that is not known."""
+    """Return True for a candidate that stays dense: its weights cannot be read. An unknown activation can be given."""
     return target.is_candidate and bool(target.dense.why_unreadable) and target.dense.w2 is None
 
 
 def _select(targets: list[Target], layers: Any) -> list[Target]:
-    """The targets that layers= asks for."""
+    """Return the targets that layers= asks for."""
     if layers is None:
         return targets
+    # with pipeline parallelism numbers are those of the whole model: this process may have none of the layers asked for
     numbers = [i if target.layer_index is None else target.layer_index for i, target in enumerate(targets)]
     total = targets[0].num_layers or len(targets)
     everywhere = range(total)

@@ -1,4 +1,14 @@
-"""The attention mask of a Transformers model, as the padding of the MoE layers inside it, which never see the mask."""
+"""Pass a Transformers model's attention mask on to its MoE layers, which never see it, as padding.
+
+fmoefy calls heed_attention_masks(). It puts hooks around the forwards of the model: before one, the mask becomes the
+Batch (tokens.py) that a user's valid_tokens() would set; after it the outer Batch is back. An FMoE layer inside leaves
+the tokens out that the Batch says are padding.
+
+Masks have many forms: [B, S] of 0 and 1; [B, S, K] or [B, heads, S, K], boolean or additive, where a token that may
+not attend to itself is padding; a mapping with a mask for each kind of attention. With a key-value cache only the last
+columns are for the tokens of this forward. And some models give their layers other tokens than they get themselves:
+such layers read the masks that they are given.
+"""
 
 from __future__ import annotations
 
@@ -14,16 +24,14 @@ from torch import Tensor, nn
 from fmoe_ext.layers import FMoE
 from fmoe_ext.tokens import Batch, current_batch, enter, leave, with_valid
 
-MASKED = -1000.0  # below it an entry of an additive mask leaves its token out
+MASKED = -1000.0  # an entry of an additive mask below this leaves its token out
 
 
 def heed_attention_masks(model: nn.Module) -> None:
-    """Makes FMoE layers treat the tokens that attention_mask leaves out as padding.
+    """Make FMoE layers treat the tokens that attention_mask leaves out as padding.
 
-    Every Transformers model inside of model that has FMoE layers of its own reads its attention_mask: [B, S], of which
-    the last ones count with a key-value cache, or [B, S, K] and [B, heads, S, K], where a token that may not attend to
-    itself is padding. Where a model changes the number of tokens, its encoders and layers read their own masks.
-    valid_tokens() around the model takes precedence.
+    The innermost Transformers models with FMoE layers read their attention_mask; where a model changes the number of
+    tokens, its encoders and layers read their own masks. valid_tokens() around the model takes precedence.
     """
     modeling = sys.modules.get("transformers.modeling_utils")
     if modeling is None:  # then none of its models is here
@@ -38,7 +46,7 @@ def heed_attention_masks(model: nn.Module) -> None:
 
 
 def _readers(model: nn.Module) -> Iterator[tuple[nn.Module, _MaskReader]]:
-    """(module, what reads its mask) for a Transformers model, its encoders and its layers."""
+    """Yield (module, what reads its mask) for a Transformers model, its encoders and its layers."""
     names = _parameters(model)
     has_two_masks = "decoder_input_ids" in names  # FSMT: encoder and decoder are no models of their own
     if not has_two_masks:
@@ -47,6 +55,7 @@ def _readers(model: nn.Module) -> Iterator[tuple[nn.Module, _MaskReader]]:
         names = _parameters(m)
         if m is model or isinstance(m, FMoE) or not _has_moe(m) or not any("mask" in name for name in names):
             continue
+        # an encoder or decoder of FSMT is read as a model; other modules read their masks only if the tokens differ
         is_half = has_two_masks and "input_ids" in names
         yield m, _MaskReader(names) if is_half else _MaskOfLayerReader(names)
 
@@ -61,7 +70,7 @@ def _has_moe(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class _BatchOfModel(Batch):
-    """A batch whose padding comes from a model's attention_mask."""
+    """A Batch whose padding comes from a model's attention_mask; check() blames the mask if the tokens are others."""
 
     model: str = ""
 
@@ -76,12 +85,16 @@ class _BatchOfModel(Batch):
 
 
 class _MaskReader:
-    """valid_tokens() around the forward of a Transformers model with these parameters."""
+    """Hooks that set the Batch around the forward of a Transformers model. names: the parameters of this forward.
+
+    _open is a stack: a forward may run inside itself, and one that raises closes its Batch, too (always_call).
+    """
 
     def __init__(self, names: tuple[str, ...]) -> None:
         self._names = names
         self._open: list[Any] = []
 
+    # copies of the model run nothing yet: they begin with an empty stack
     def __deepcopy__(self, _: Any) -> _MaskReader:
         return type(self)(self._names)
 
@@ -98,13 +111,14 @@ class _MaskReader:
             leave(outer)
 
     def _batch(self, module: nn.Module, given: dict[str, Any]) -> Batch | None:
-        """The batch for a forward with these arguments; None to leave it as it is."""
+        """Return the Batch for a forward with these arguments; None to leave the outer one."""
         outer = current_batch()
         mask = given.get("attention_mask")
         if isinstance(mask, Mapping):  # one for each kind of attention
             mask = next(iter(mask.values()), None)
         elif isinstance(given.get("decoder_padding_mask"), Tensor):  # FSMT: True for padding
             mask = given["decoder_padding_mask"] == 0
+        # the tokens tell the length of this forward: [B, S] or [B, S, D]
         sources = ("input_ids", "inputs_embeds", *self._names[:1])
         tokens = next((given[name] for name in sources if isinstance(given.get(name), Tensor)), None)
         if outer.rows is not None or not isinstance(mask, Tensor) or tokens is None:
@@ -114,7 +128,7 @@ class _MaskReader:
             mask = _attends_to_itself(mask, tokens, past)
         valid = mask[:, -tokens.shape[1] :]
         name = type(module).__name__
-        # its layers get the tokens, and predictions for each of the next ones
+        # its layers get the tokens and, behind them, config.ngram streams of predictions of the same length
         if name == "ProphetNetDecoder":
             config: Any = module.config
             valid = valid.repeat(1, 1 + config.ngram)
@@ -124,17 +138,19 @@ class _MaskReader:
 
 
 class _MaskOfLayerReader(_MaskReader):
-    """The same for an encoder or a layer inside the model that gets another number of tokens than the model."""
+    """Hooks for an encoder or a layer inside the model; they act if it gets another number of tokens than the model."""
 
     def _batch(self, module: nn.Module, given: dict[str, Any]) -> Batch | None:
         outer = current_batch()
         tokens = given.get(self._names[0])
+        # only inside a model whose mask was read, and never in place of the user's valid_tokens()
         if not isinstance(outer, _BatchOfModel) or not isinstance(tokens, Tensor) or tokens.dim() != 3:
             return None
         size = tokens.shape[:2]
-        if outer.num_tokens == size.numel():
+        if outer.num_tokens == size.numel():  # the model's mask fits
             return None
-        masks = sorted(  # attention_mask first
+        # the first mask that fits the tokens, attention_mask before others
+        masks = sorted(
             (name != "attention_mask", name)
             for name, value in given.items()
             if "mask" in name and "padding" not in name and isinstance(value, Tensor)
@@ -149,7 +165,11 @@ class _MaskOfLayerReader(_MaskReader):
 
 
 def _attends_to_itself(mask: Tensor, tokens: Tensor, past: Any) -> Tensor:
-    """[B, S] of a mask [B, S or 1, K] or [B, heads, S or 1, K], boolean, 0 / 1 or additive."""
+    """Return valid [B, S] of a mask [B, S or 1, K] or [B, heads, S or 1, K], boolean, 0 / 1 or additive.
+
+    past: the key-value cache, whose tokens have the first columns. Token s is valid if it may attend to itself: the
+    entry at column first + s of row s, a diagonal.
+    """
     batch, length = tokens.shape[:2]
     if mask.dim() == 4:
         mask = mask[:, 0]
@@ -159,7 +179,7 @@ def _attends_to_itself(mask: Tensor, tokens: Tensor, past: Any) -> Tensor:
 
 
 def _is_open(own: Tensor, mask: Tensor) -> Tensor:
-    """True for the entries of a mask that leave a token in; mask: all of it, which shows how it is written."""
+    """Return True where an entry leaves its token in. mask: all of it, which shows if it is 0 / 1 or additive."""
     if not own.is_floating_point():
         return own != 0
     is_zero_or_one = ((mask == 0) | (mask == 1)).all() & (mask == 1).any()

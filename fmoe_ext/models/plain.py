@@ -1,4 +1,9 @@
-"""fmoefy for plain PyTorch: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, and whatever match= points at."""
+"""The model kind of plain PyTorch: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, and what match= points at.
+
+fmoefy asks it after all others (target.py says what a kind is). Torch's layers have their MLP inline, as linear1,
+activation, dropout, linear2: linear1 becomes the MoE layer and the other three do nothing. A module that match= points
+at must be an MLP by itself (recognize.read_mlp).
+"""
 
 from __future__ import annotations
 
@@ -19,7 +24,7 @@ LAYERS = (nn.TransformerEncoderLayer, nn.TransformerDecoderLayer)
 
 
 def find(model: nn.Module, options: Options) -> list[Target]:
-    """PyTorch's Transformer layers, or what match= points at, in the order of the model."""
+    """Find PyTorch's Transformer layers, or what match= points at, in the order of the model."""
     matches = _matcher(LAYERS if options.match is None else options.match)
     encoders = [m for m in model.modules() if isinstance(m, nn.TransformerEncoder)]
     return list(_walk(model, matches, encoders, "", None, "", options.activation))
@@ -34,11 +39,11 @@ def _walk(
     attribute: str,
     activation: Any,
 ) -> Iterator[Target]:
-    """Targets in the order of the model; nothing inside a match or an MoE layer is looked at."""
+    """Yield the targets below a module, in order; do not look inside a match or an MoE layer."""
     if isinstance(module, FMoE):
         return
     if matches(path, module):
-        if isinstance(module, LAYERS):
+        if isinstance(module, LAYERS):  # the MLP is not a module of its own
             yield _of_torch_layer(path, module, encoders)
             return
         if parent is None:
@@ -52,7 +57,7 @@ def _walk(
 
 
 def _matcher(match: Any) -> Callable[[str, nn.Module], bool]:
-    """match(path, module) for a class, a tuple of classes, a pattern of paths or a function of both."""
+    """Make a function (path, module) -> bool of a class, a tuple of classes, a pattern of paths or such a function."""
     if isinstance(match, str):
         return lambda path, module: fnmatch.fnmatchcase(path, match)
     if isinstance(match, (type, tuple)):
@@ -65,7 +70,7 @@ def _matcher(match: Any) -> Callable[[str, nn.Module], bool]:
 
 
 def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]) -> Target:
-    """The layer's own forward goes on to be used: linear1 becomes the MoE layer, what follows it does nothing."""
+    """Make the target of a torch layer: linear1, which becomes the MoE layer; finish() turns off what follows it."""
 
     def finish() -> None:
         layer.linear2 = nn.Identity()
@@ -73,13 +78,13 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
         layer.dropout = nn.Identity()
         if isinstance(layer, nn.TransformerEncoderLayer):
             # Evaluation must not take torch's fused path, which reads linear1.weight.
-            layer.activation_relu_or_gelu = 0
+            layer.activation_relu_or_gelu = 0  # neither: no fused path
             for encoder in encoders:
                 if any(m is layer for m in encoder.layers):
                     encoder.use_nested_tensor = False
 
     def call(x: Tensor) -> Any:
-        # not by torch's fused path, which calls no linear layer
+        # torch's fused path calls no linear layer: turn it off while the layer is watched
         was_enabled = torch.backends.mha.get_fastpath_enabled()
         torch.backends.mha.set_fastpath_enabled(False)
         try:
@@ -92,6 +97,7 @@ def _of_torch_layer(path: str, layer: Any, encoders: list[nn.TransformerEncoder]
         raise ValueError(
             f"{path or type(layer).__name__} is no MLP between its norms: {dense.why_unreadable}"
         )
+    # the dropout after linear2 is a module of its own and stays
     p = layer.dropout.p
     notes = (f"its dropout ({p}) between the linear layers is left out",) if p > 0 else ()
     return Target(f"{path}.linear1".lstrip("."), layer, "linear1", dense, finish=finish, notes=notes)

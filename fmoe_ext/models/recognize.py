@@ -1,7 +1,14 @@
-"""Reads a dense MLP out of a module by watching it compute: its linear maps, its activation, its dropout.
+"""Read a dense MLP out of a module of any class by watching it compute: its weights, its activation, its dropout.
 
-A probe runs the module while its linear layers return known float64 numbers, so that every step between them is
-checked to float64 whatever the dtype and size of the weights. Each linear layer is then checked on its own.
+fmoefy must know that a module computes  y = act(x @ w1^T + b1) @ w2^T + b2,  plain or gated, and nothing else. A probe
+calls it on random x while each of its linear layers returns random numbers h instead of its product:
+
+    x --> [linear] h --?--> hidden --> [linear] y --?--> output
+
+Then the steps marked ? are seen alone: hidden must be the activation of h, for one of the activations that are known,
+and output must be y. In float64 that is decided to 13 digits, whatever dtype the weights have. A second probe in
+training mode shows the dropout. That a linear layer computes its weight and bias, and no adapter or scale beside them,
+is checked on its own (_weight_and_bias).
 """
 
 from __future__ import annotations
@@ -23,37 +30,38 @@ from fmoe_ext.linear import DTYPES
 from fmoe_ext.models.target import DenseMLP
 from fmoe_ext.ops.activations import KINDS, PLAIN_ACTIVATIONS
 
-# the gated activation of a plain one; of others the modules that experts.GatedActivation gates
+# {plain activation: the name of the gated one, which the operators fuse}
 GATED = MappingProxyType(
     {kind.curve: kind.name for kind in KINDS if kind.gated and kind.curve in PLAIN_ACTIVATIONS}
 )
+# modules of those that have no fused gated form, for experts.GatedActivation
 _UNFUSED_GATES = MappingProxyType({"relu": nn.ReLU, "relu2": SquaredReLU})
 _DROPOUTS = (nn.Dropout, nn.Dropout1d, nn.AlphaDropout, nn.FeatureAlphaDropout)
 
 
 class _UnreadableError(Exception):
-    """The reason why a module cannot be read as an MLP."""
+    """Ends the reading of a module: str() is the reason, which follows "but" in the errors of fmoefy."""
 
 
 class _EnoughError(BaseException):
-    """Ends a probe at its last linear layer; no `except Exception` of a model stops it."""
+    """Ends a probe at its last linear layer; a BaseException, which no `except Exception` of a model stops."""
 
 
 @dataclass(frozen=True)
 class Reading:
-    """The MLP that read_mlp() found, the dropout modules behind it, and what the MoE layer will not have."""
+    """The MLP that read_mlp() found, the dropout modules after it, and notes on what the MoE layer will not have."""
 
     dense: DenseMLP
     after: tuple[nn.Module, ...] = ()
     notes: tuple[str, ...] = ()
 
     def wrap(self, moe: nn.Module) -> nn.Module:
-        """The MoE layer with the dropout that follows the MLP."""
+        """Return the MoE layer, followed by the dropout that follows the MLP."""
         return nn.Sequential(moe, *self.after) if self.after else moe
 
 
 def is_linear(module: Any) -> bool:
-    """True for nn.Linear and for the Conv1D of Transformers (GPT-2), whose weight is transposed."""
+    """Return True for nn.Linear and for the Conv1D of Transformers (GPT-2), whose weight is [in, out]."""
     return isinstance(module, nn.Linear) or _is_conv1d(module)
 
 
@@ -62,15 +70,16 @@ def _is_conv1d(module: Any) -> bool:
 
 
 def weight_shape(linear: Any) -> tuple[int, ...]:
-    """(out, in) of a linear module."""
+    """Return (out, in) of a linear module."""
     return tuple(linear.weight.shape)[:: -1 if _is_conv1d(linear) else 1]
 
 
 def simplify(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
-    """The name of ops.expert_mlp for an activation that computes the same; the activation itself if there is none."""
+    """Return the name that ops.expert_mlp has for what an activation computes; the activation itself if it has none."""
     name = activation_name(activation)
     if name is not None:
         return name
+    # a trained or random activation is no function of its input alone, even if it starts as a known one
     if isinstance(activation, nn.Module) and (
         list(activation.parameters()) or any(isinstance(m, _DROPOUTS) for m in activation.modules())
     ):
@@ -85,12 +94,11 @@ def simplify(activation: str | Callable[..., Any]) -> str | Callable[..., Any]:
 
 
 def read_mlp(module: nn.Module, activation: str | Callable[..., Any] | None = None) -> Reading:
-    """The Reading of a module that maps [..., d_model] to itself through two linear maps, or three if gated.
+    """Read a module that maps [..., d_model] to itself through two linear maps, or three if gated -> Reading.
 
-    The input of the last linear layer must be the activation of what the others return: an activation that the module
-    has, one of PLAIN_ACTIVATIONS or GATED, or the given one. A module that does anything else gets a Reading whose
-    dense.why_unreadable gives the reason; if that is the activation alone and one is given, dense has the sizes and
-    weights all the same.
+    The activation is one that the module holds, one of PLAIN_ACTIVATIONS or GATED, or the given one. For a module that
+    computes anything else dense.why_unreadable has the reason; if the activation alone is unknown and one is given,
+    dense has the sizes and weights beside it.
     """
     linears = [m for m in module.modules() if is_linear(m)]
     try:
@@ -106,7 +114,7 @@ def read_pair(
     activation: Callable[..., Any],
     call: Callable[[Tensor], Any],
 ) -> tuple[DenseMLP, bool]:
-    """Read two linear layers and an activation inside a larger module -> (MLP, True if its input is call's).
+    """Read two linear layers inside a larger module -> (MLP, True if the first one's input is the argument of call).
 
     call(x [2, 3, d_model]) runs the part of the module that has both. Only the activation may lie between them. What
     comes before the first and after the second is not checked: the caller leaves it in its place.
@@ -116,6 +124,7 @@ def read_pair(
         with _probing(module, w1) as x:
             module.eval()
             run = _watch(module, pair, call, x, to_the_end=False)
+            # each is called once, in this order, with the activation alone between them
             if [m for m, _, _ in run.linears] != list(pair):
                 raise _UnreadableError("it does not call its two linear layers one after the other")
             (_, entering, h), (_, hidden, _) = run.linears
@@ -128,8 +137,9 @@ def read_pair(
 
 
 def _weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
-    """weight [out, in] and bias [out] or None, detached; _UnreadableError unless the layer computes just that."""
+    """Return weight [out, in] and bias [out] or None, detached; _UnreadableError if the layer computes more."""
     weight, bias = linear.weight.detach(), linear.bias
+    # __tensor_flatten__: a tensor subclass, as quantized weights are
     if hasattr(weight, "__tensor_flatten__") or weight.dtype not in DTYPES:
         kind = weight.dtype if type(weight) in (Tensor, nn.Parameter) else type(weight).__name__
         raise _UnreadableError(f"its weights are {kind}")
@@ -138,7 +148,8 @@ def _weight_and_bias(linear: Any) -> tuple[Tensor, Tensor | None]:
     with _probing(linear, weight) as x:
         linear.eval()
         value, expected = _run(linear, x), F.linear(x, weight, bias)
-        eps = torch.finfo(x.dtype).eps  # sums of low precision are float32, then rounded
+        # Sums are float32 (or float64) and then rounded: an error of the result's eps, and one of the summands' sizes.
+        eps = torch.finfo(x.dtype).eps
         sizes = float(x.norm(dim=-1).max() * weight.norm(dim=-1).max())
         limit = 4 * eps * expected.abs() + 16 * min(eps, torch.finfo(torch.float32).eps) * sizes
     is_tensor = isinstance(value, Tensor) and value.shape == expected.shape
@@ -152,7 +163,9 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
         raise _UnreadableError(
             f"it has {len(linears)} linear layers, where an MLP has 2, or 3 if it is gated"
         )
+    # 1. each linear layer alone
     weights = {m: _weight_and_bias(m) for m in linears}
+    # 2. all of them called once, the first ones on x, and nothing after the last
     with _probing(module, weights[linears[0]][0]) as x:
         module.eval()
         run = _watch(module, linears, module, x)
@@ -165,6 +178,7 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
             raise _UnreadableError("it does not return one tensor of the shape of its input")
         if not _is_same(run.output, y):
             raise _UnreadableError("something other than dropout follows its last linear layer")
+        # 3. the activation between them
         activation: str | Callable[..., Any] | None = None
         gate_first, why = True, ""
         try:
@@ -173,9 +187,10 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
             if given is None:
                 raise
             why = str(error)  # the weights are good all the same, for the activation that the user gives
-        # a second probe, in training, shows the dropout
+        # 4. a second probe, in training, shows the dropout
         module.train()
         train = run if why else _watch(module, linears, module, x)
+    # 5. w1 and b1 with the gate before up, be they two layers or the halves of one
     if not gate_first:
         first.reverse()
     w1: Any = tuple(weights[m][0] for m, _, _ in first)
@@ -192,6 +207,7 @@ def _read(module: nn.Module, linears: list[nn.Module], given: str | Callable[...
             w1 = (gate, up)
             b1 = None if b1 is None else b1.roll(d_hidden)
     dense = DenseMLP(w2.shape[0], d_hidden, activation, w1, b1, w2, b2, why_unreadable=why)
+    # dropout moves what it passes: between the layers it cannot stay, after the last one a module can
     notes = []
     if not torch.equal(train.linears[-1][1], run.linears[-1][1]):
         notes.append("its dropout between the linear layers is left out")
@@ -216,10 +232,11 @@ class _Run:
 
 @contextlib.contextmanager
 def _probing(module: nn.Module, weight: Tensor) -> Iterator[Tensor]:
-    """Random tokens [2, 3, in] like weight [out, in]; afterwards modes and random generators are as they were."""
+    """Yield random tokens [2, 3, in] like weight [out, in]; restore modes and random generators afterwards."""
     generator = torch.Generator("cpu").manual_seed(0)
+    # drawn on the CPU: the same numbers on every device
     x = torch.randn(2, 3, weight.shape[1], device="cpu", generator=generator).to(weight)
-    modes = [(m, m.training) for m in module.modules()]
+    modes = [(m, m.training) for m in module.modules()]  # the caller chooses eval() or train()
     try:
         with torch.no_grad(), torch.random.fork_rng([x.device] if x.is_cuda else []):
             yield x
@@ -235,7 +252,7 @@ def _watch(
     x: Tensor,
     to_the_end: bool = True,
 ) -> _Run:
-    """Calls call(x) while the linear layers return random numbers, and notes their inputs."""
+    """Call call(x) while the linear layers return random numbers, and note their inputs; see _watch_in()."""
     try:
         return _watch_in(torch.float64, module, linears, call, x, to_the_end)
     except _UnreadableError:  # a layer between them may take the dtype of the model only
@@ -250,7 +267,7 @@ def _watch_in(
     x: Tensor,
     to_the_end: bool,
 ) -> _Run:
-    """Watch with numbers of this dtype from all linear layers but the last, which keeps its weight's dtype."""
+    """Note one call in a _Run. All linear layers but the last return this dtype, the last one that of its weight."""
     run, generator = _Run(), torch.Generator("cpu").manual_seed(1)
     hooks = [
         m.register_forward_hook(lambda m, *_: run.dropouts.append((m, len(run.linears))))
@@ -258,6 +275,7 @@ def _watch_in(
         if isinstance(m, _DROPOUTS)
     ]
 
+    # in place of a linear layer's forward
     def answer(m: Any, x: Tensor) -> Tensor:
         size = weight_shape(m)[0]
         y = 2 * torch.randn(*x.shape[:-1], size, dtype=torch.float64, device="cpu", generator=generator)
@@ -267,7 +285,7 @@ def _watch_in(
         run.linears.append((m, x.clone(), y))
         if is_last and not to_the_end:
             raise _EnoughError
-        return y.clone()
+        return y.clone()  # the module may change it in place
 
     try:
         with _forwards_by(answer, linears), contextlib.suppress(_EnoughError):
@@ -282,8 +300,8 @@ def _watch_in(
 
 @contextlib.contextmanager
 def _forwards_by(answer: Callable[[Any, Tensor], Tensor], modules: Sequence[Any]) -> Iterator[None]:
-    """Replace the forwards of modules by answer(module, x)."""
-    own_forwards = {m: vars(m).get("forward") for m in modules}
+    """Replace the forwards of modules by answer(module, x) inside the block."""
+    own_forwards = {m: vars(m).get("forward") for m in modules}  # set on the instance, as accelerate does
     try:
         for m in modules:
             m.forward = functools.partial(answer, m)
@@ -303,7 +321,7 @@ def _run(call: Callable[[Tensor], Any], x: Tensor) -> Any:
 
 
 def _is_same(value: Any, x: Tensor) -> bool:
-    """True if value holds the numbers of x, up to its shape and dtype."""
+    """Return True if value holds the numbers of x; shape and dtype may differ."""
     return (
         isinstance(value, Tensor)
         and value.numel() == x.numel()
@@ -314,7 +332,7 @@ def _is_same(value: Any, x: Tensor) -> bool:
 def _find_activation(
     module: nn.Module, first: Sequence[Tensor], hidden: Tensor, given: str | Callable[..., Any] | None
 ) -> tuple[str | Callable[..., Any], bool]:
-    """(activation, True if the gate comes before up): hidden is the activation of what the first maps return."""
+    """Find the activation that makes hidden of first -> (activation, True if the gate comes before up)."""
     if len(first) == 1 and first[0].shape[-1] == 2 * hidden.shape[-1]:
         first = first[0].chunk(2, -1)
     if any(h.numel() != hidden.numel() for h in first):
@@ -322,7 +340,7 @@ def _find_activation(
             "what goes into its last linear layer has another shape than what its first give"
         )
     candidates = [*_own(module)]
-    if given is not None:  # of a gated one what it applies to its gate
+    if given is not None:  # a gated activation by the plain one that it applies to its gate
         plain = {gated: plain for plain, gated in GATED.items()}
         candidates.append(plain[given] if isinstance(given, str) and given in plain else simplify(given))
     candidates += PLAIN_ACTIVATIONS
@@ -335,7 +353,7 @@ def _find_activation(
             f"between its linear layers it computes none of {', '.join(PLAIN_ACTIVATIONS)}, plain or gated"
         )
     activation, gate_first = pairs[best]
-    if len(first) == 1:
+    if len(first) == 1:  # plain
         return activation, True
     if isinstance(activation, str) and activation in GATED:
         return GATED[activation], gate_first
@@ -346,7 +364,7 @@ def _find_activation(
 
 
 def _own(module: nn.Module) -> Iterator[str | Callable[..., Any]]:
-    """The activations that a module holds, as submodules or as functions with `act` in their names."""
+    """Yield the activations that a module holds, as submodules or as functions with `act` in their names."""
     for m in module.modules():
         if m is not module and not list(m.children()) and not is_linear(m) and not isinstance(m, _DROPOUTS):
             yield simplify(m)
@@ -356,13 +374,14 @@ def _own(module: nn.Module) -> Iterator[str | Callable[..., Any]]:
 
 
 def _misfit(activation: Any, first: Sequence[Tensor], hidden: Tensor, gate_first: bool) -> float:
-    """Largest error of the activation of first against hidden, in units of what rounding explains."""
+    """Return the largest error of the activation of first against hidden, over what rounding explains."""
     gate, *up = first if gate_first else first[::-1]
     value = _value(
         ops.ACTIVATIONS.get(activation, activation) if isinstance(activation, str) else activation, gate
     )
     if value is None or value.numel() != hidden.numel():
         return float("inf")
+    # float64: 64 units in the last place. Other dtypes round the activation's input and result by themselves.
     value = (value * up[0] if up else value).reshape(hidden.shape).double()
     size = value.abs()
     if gate.dtype == torch.float64:
@@ -379,7 +398,7 @@ def _misfit(activation: Any, first: Sequence[Tensor], hidden: Tensor, gate_first
 
 
 def _value(function: Any, x: Tensor) -> Tensor | None:
-    """function(x); None if it cannot be called so or gives something else than a tensor of that shape."""
+    """Return function(x); None if it cannot be called so, or returns anything else than a tensor of x's shape."""
     try:
         with torch.no_grad():
             value = function(x.clone())

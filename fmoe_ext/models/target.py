@@ -137,6 +137,7 @@ def _join_rows(part: Any, gated: bool, group: Any) -> Tensor:
     return torch.cat((*gate, *up))
 
 
+# equal shapes on all ranks: Megatron cuts evenly
 def _gather(part: Any, group: Any) -> list[Tensor]:
     parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
     dist.all_gather(parts, part.contiguous(), group=group)

@@ -1,8 +1,12 @@
-"""Initial values of experts: copies or slices of the dense MLP, or random values of its scale.
+"""Fill the experts of a new layer with copies or slices of the dense MLP, or with random values of its scale.
 
-Sparse upcycling: Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints". The
-slices and the gate whose choices hold one of each: He et al. 2024, "Upcycling Large Language Models into Mixture of
-Experts" ("virtual groups").
+Copies (Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints"): each expert is
+the MLP, and its second matrix is divided by the sum of a token's weights, so that the layer gives the MLP's output.
+
+Slices (He et al. 2024, "Upcycling Large Language Models into Mixture of Experts", "virtual groups"): with split = 2 the
+experts 0, 2, 4, ... have the first half of the hidden units, 1, 3, 5, ... the second, with the second matrix twice as
+large. The gate starts with equal scores for the experts 0 and 1, 2 and 3, ...: a token chooses both or neither, gets
+both halves with one weight, and the layer gives the MLP's output again, at half the units for each choice.
 """
 
 from __future__ import annotations
@@ -18,14 +22,14 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 
 def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
-    """ValueError unless the experts of layer, filled from dense, give its output at first."""
-    _total_weight(layer.gate)
+    """Raise ValueError unless the layer, filled from dense, will give the output of dense."""
+    _total_weight(layer.gate)  # raises for gates whose weights have no constant sum
     if layer.latent is not None:
         raise ValueError(
             'init="upcycle" copies the dense MLP into experts of its width, but latent_size= makes them narrower: '
             'leave latent_size out, or take init="random"'
         )
-    if split == 1:
+    if split == 1:  # copies: any choice of experts gives the same
         return
     for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):
         if value % split != 0:
@@ -38,6 +42,7 @@ def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
             f"split={split} needs a gate that chooses by its scores alone: NaiveGate, SoftmaxGate, SigmoidGate or "
             f"UniformGate, but got {type(gate).__name__}"
         )
+    # experts that are chosen together must be in one of the gate's groups
     num_groups = getattr(gate, "num_groups", 1)
     if layer.num_experts // num_groups % split != 0:
         raise ValueError(
@@ -47,9 +52,9 @@ def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
 
 
 def _total_weight(gate: nn.Module) -> float:
-    """The sum of every token's topk_weights, which has to be one constant: ValueError for gates where it is not.
+    """Return the sum of a token's topk_weights; ValueError for gates where it is not the same for every token.
 
-    A user's gate declares it by an attribute total_weight.
+    A gate of the user's declares it by an attribute total_weight.
     """
     declared = getattr(gate, "total_weight", None)
     if declared is not None:
@@ -67,12 +72,12 @@ def _total_weight(gate: nn.Module) -> float:
 def fill_from_dense(
     layer: FMoETransformerMLP, dense: Any, first: int, split: int, noise: float, seed: int
 ) -> None:
-    """Gives every expert of this rank its part of the dense MLP; first: its number among all experts.
+    """Give every expert of this rank its part of the dense MLP; first: the number of the first one among all experts.
 
-    Expert e holds hidden units number (e % split) of split equal parts, its second matrix being split times as large:
-    K choices with one sum of weights that hold every part equally often give the dense output. The gate starts with
-    equal scores for the split experts of a part, so that they are chosen together; equal scores go by number, and the
-    numbers of such a group follow each other. Training tells them apart. Shared experts begin with zero results.
+    Expert e gets part e % split of the hidden units, and a second matrix that is `split` times as large: K choices that
+    hold every part equally often then sum to the dense output. The experts g split ... g split + split - 1 have all
+    parts once and begin with equal scores. A gate breaks ties by number, so that it chooses all of them together.
+    Training tells them apart. Shared experts begin with zero results.
     """
     if layer.shared_experts is not None:  # adds nothing at first
         layer.shared_experts.begin_with_zero()
@@ -88,7 +93,7 @@ def fill_from_dense(
         elif b1 is not None:
             b1[i].zero_()
         if dense.b2 is not None:
-            b2[i].copy_(dense.b2 * (scale / split))
+            b2[i].copy_(dense.b2 * (scale / split))  # whole in each expert: the weights' sum counts it once
         elif b2 is not None:
             b2[i].zero_()
         if noise:
@@ -102,7 +107,7 @@ def fill_from_dense(
 
 
 def _tie(scores: Tensor, split: int) -> None:
-    """Makes split neighbours equal along the first dimension."""
+    """Give each group of `split` neighbours along the first dimension the values of its first."""
     scores.copy_(scores[::split].repeat_interleave(split, 0))
 
 
@@ -114,6 +119,7 @@ def fill_randomly(layer: FMoETransformerMLP, dense: Any, first: int, seed: int) 
     among all ranks; first is the number of the first one here.
     """
     w1, b1, w2, b2 = layer.experts.weights
+    # w [experts, out, in]
     default = [1 / math.sqrt(3 * w.shape[2]) for w in (w1, w2)]
     stds = default if dense.w1 is None else [_std(*dense.w1_parts), _std(dense.w2)]
     for i in range(layer.num_local_experts):
@@ -129,5 +135,6 @@ def _std(*parts: Tensor) -> float:
     return math.sqrt(sum(w.float().var(correction=0).item() for w in parts) / len(parts))
 
 
+# the numbers follow from the seed and an expert's number, not from the ranks
 def _generator(like: Tensor, seed: int, number: int) -> torch.Generator:
     return torch.Generator(like.device).manual_seed(seed + number)

@@ -101,6 +101,17 @@ def test_museum_holds_enough_published_mistakes():
     assert len(HELD_OUT) >= 6 and len(NAMED_ALONE) + len(NAMED) >= 27
 
 
+def test_load_that_fails_without_a_text_is_a_violation():
+    """Also: the parts beside a Subject replace its own. They were ignored."""
+
+    def load(model, saved):
+        raise AssertionError
+
+    report = doctor.check(subject(), load=load)
+    (finding,) = (f for f in report.findings if f.invariant == "checkpoint")
+    assert (finding.verdict, finding.numbers) == ("wrong", "does not load: AssertionError: ")
+
+
 def test_model_without_experts_is_refused():
     with pytest.raises(AuditError, match="no MoE layer is found"):
         doctor.check(torch.nn.Linear(3, 3), torch.randn(2, 3))

@@ -9,6 +9,7 @@ from fmoe_ext import doctor
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.doctor.case import Case
 from fmoe_ext.doctor.probe import Probe
+from fmoe_ext.doctor.structure import layers_of
 from tests.doctor.held_out_by_a_stranger import TWINS, dense_with_a_head_of_as_many_classes
 from tests.doctor.museum import subject
 from tests.doctor.museum_outputs import HEALTHY, MISTAKES
@@ -72,3 +73,21 @@ def test_probe_measures_the_weights_of_the_router():
     expected = weights * chosen / (weights * chosen).sum(-1, keepdim=True)
     assert probe.scores.shape == (48, EXPERTS)
     torch.testing.assert_close(share, expected, rtol=0, atol=1e-6)
+
+
+def test_shards_in_two_lists_are_one_bank_of_experts():
+    """The second list was left out: its matrices were not the experts'."""
+
+    class Part(torch.nn.Module):
+        def __init__(self, rows, columns):
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(2, rows, columns))
+
+    model = torch.nn.Module()
+    model.router = torch.nn.Linear(6, 4, bias=False)
+    model.up = torch.nn.ModuleList(Part(6, 8) for _ in range(2))
+    model.down = torch.nn.ModuleList(Part(8, 6) for _ in range(2))
+    (layer,) = layers_of(model)
+    assert (layer.num_experts, len(layer.shards)) == (4, 2)
+    assert set(layer.parameters()) == {f"{name}.{i}.weight" for name in ("up", "down") for i in range(2)}
+    assert [tuple(x.shape) for x in layer.expert(3, lambda p: p)] == [(6, 8), (8, 6)]

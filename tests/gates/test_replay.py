@@ -139,6 +139,16 @@ def test_rejects():
         RoutingReplay(nn.Linear(2, 2))
 
 
+def test_replay_of_choices_without_a_row_for_each_token_is_refused():
+    replay = RoutingReplay(FMoETransformerMLP(4, 8, 16, gate="softmax"))
+    replay.choices = {"gate": [Choices(torch.zeros(3).long(), torch.zeros(3).long())]}
+    with (
+        pytest.raises(ValueError, match=r"gate: the choices must be \[tokens, K\], but are \[3\]"),
+        replay.play(),
+    ):
+        pass
+
+
 def test_replay_of_an_expert_twice_in_a_row_is_refused():
     """Unless the gate itself had chosen it twice."""
     layer, x = FMoETransformerMLP(4, 8, 16, gate="softmax"), torch.randn(3, 8)

@@ -88,6 +88,8 @@ def test_fastmoe_arguments(model):
     [
         (dict(num_experts=4, num_local_experts=2), "num_local_experts=2 (of each rank) say the same thing"),
         (dict(), "num_experts must be given"),
+        (dict(num_experts=0), "num_experts must be at least 1, but got 0"),
+        (dict(num_experts=4, top_k=0), "top_k must be at least 1, but got 0"),
         (dict(num_experts=4, init="copy"), "init must be one of ('random', 'upcycle'), but got 'copy'"),
         (dict(num_experts=4, split=0, init="upcycle"), "split must be at least 1, but got 0"),
         (dict(num_experts=4, split=2), 'for init="upcycle"'),

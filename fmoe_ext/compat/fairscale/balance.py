@@ -1,4 +1,8 @@
-"""Numbers of layers of the partitions, by the time or the memory that each layer takes."""
+"""Propose a balance for Pipe: how many layers each partition gets, by the time or the memory that each layer takes.
+
+A layer's cost is measured alone, on one device; planning.layouts.balance_cost cuts the list of costs so that the
+largest partition is as small as possible.
+"""
 
 import time
 from copy import deepcopy
@@ -21,7 +25,7 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Layers a partition, such that the slowest partition's forward and backward are as fast as possible.
+    """Return the numbers of layers of the partitions that make the slowest forward and backward as fast as possible.
 
     sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None. The
     module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
@@ -33,16 +37,18 @@ def balance_by_time(
     tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
     where = tensor.device if device is None else torch.device(device)
     copy = deepcopy(module).train().to(where)  # buffers, gradients and gates' losses are its own
+    # seconds of each layer's forward and backward, once for each run; the median goes into the balance
     runs: list[list[float]] = []
     start = time.perf_counter()
     while not runs or time.perf_counter() - start < timeout:
         values, times = move(sample, where), []
         with keeping({}):
             for layer in copy:
-                values = leaves(values)
+                values = leaves(values)  # cut from the graph: the backward is this layer's alone
                 begin = now(where)
                 values = layer(values)
-                backward_of_ones(values, retain_graph=True)  # of what earlier layers stashed, too
+                # the graph is kept: the backward of a later layer may come through a skip
+                backward_of_ones(values, retain_graph=True)
                 times.append(now(where) - begin)
         runs.append(times)
     return balance_cost([median(list(of_layer)) for of_layer in zip(*runs, strict=True)], partitions)
@@ -51,10 +57,10 @@ def balance_by_time(
 def balance_by_size(
     partitions: int, module: nn.Sequential, sample: Values, *, chunks: int = 1, param_scale: float = 2.0
 ) -> list[int]:
-    """Layers a partition, such that the largest partition's memory is as small as possible.
+    """Return the numbers of layers of the partitions that make the largest memory as small as possible.
 
-    A layer's memory: param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
-    and chunks times what its forward of sample, a microbatch, keeps for backward. Works on any device; nothing is
+    A layer's memory is param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
+    plus chunks times what its forward of sample, a microbatch, keeps for the backward. Works on any device; nothing is
     changed. Raises ValueError for fewer layers than partitions.
     """
     check_values(sample, "sample")

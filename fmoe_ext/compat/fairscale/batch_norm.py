@@ -1,4 +1,8 @@
-"""Batch normalisation under microbatches: running statistics of the whole batch, each batch counted once."""
+"""Batch normalisation under microbatches: running statistics of the whole batch, each batch counted once.
+
+A microbatch is normalised by its own mean and variance; those of the batch cannot be known before its last microbatch.
+Sums and sums of squares are collected instead, and give the running statistics a step as for the whole batch.
+"""
 
 from typing import Any
 
@@ -13,7 +17,7 @@ from fmoe_ext.pipeline.batch_norm import BATCH_NORMS, is_recomputing
 class DeferredBatchNorm(nn.Module):
     """Batch norm that normalises each microbatch by itself and moves its running statistics once a batch.
 
-    Replaces an nn.BatchNorm1d / 2d / 3d, whose parameters and buffers it has; chunks: microbatches of a batch
+    It takes over the parameters and buffers of an nn.BatchNorm1d / 2d / 3d. chunks: microbatches of a batch
     (torchgpipe, Kim et al. 2020).
     """
 
@@ -48,7 +52,7 @@ class DeferredBatchNorm(nn.Module):
         """
         if x.dim() < 2 or x.shape[1] != self.num_features:
             raise ValueError(f"x must have shape [B, {self.num_features}, *], but got {list(x.shape)}")
-        if not self.training:
+        if not self.training:  # as nn.BatchNorm
             statistics = self.running_mean, self.running_var
             return F.batch_norm(x, *statistics, self.weight, self.bias, False, 0.0, self.eps)
         if not is_recomputing():  # else the microbatch was counted by its first forward
@@ -69,6 +73,7 @@ class DeferredBatchNorm(nn.Module):
         mean = self._sum / self._num_rows
         var = self._sum_squares / self._num_rows - mean.square()
         var = var * (self._num_rows / max(self._num_rows - 1, 1))  # unbiased, as nn.BatchNorm keeps it
+        # momentum None: the mean of all batches so far
         factor = 1 / self.num_batches_tracked.item() if self.momentum is None else self.momentum
         self.running_mean.lerp_(mean.to(self.running_mean.dtype), factor)
         self.running_var.lerp_(var.to(self.running_var.dtype), factor)

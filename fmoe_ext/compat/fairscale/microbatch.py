@@ -1,4 +1,7 @@
-"""A batch cut into microbatches whose results are put together again, other values among the tensors."""
+"""Cut a batch into microbatches and put their results together again, with other values among the tensors.
+
+Pipe calls scatter(), move() for each partition, and gather(). Values: a tensor [B, *], or a tuple of them, None, lists.
+"""
 
 from typing import Any
 
@@ -45,6 +48,7 @@ def scatter(batch: Values, chunks: int) -> list[Values]:
             f"the tensors of a batch, of shapes {sizes}, are cut into {counts} microbatches: give them the same first "
             "dimension, or wrap in NoChunk what each microbatch needs whole"
         )
+    # a column for each value of the tuple, an entry for each microbatch; then transposed
     cut_tensors = iter(parts)
     columns: list[tuple[Any, ...]] = []
     for x in batch:
@@ -53,12 +57,13 @@ def scatter(batch: Values, chunks: int) -> list[Values]:
     return list(zip(*columns, strict=True))
 
 
+# tensor_split, not chunk: parts differ by one row at most, and there are as many as were asked for
 def _cut(x: Tensor, chunks: int) -> tuple[Tensor, ...]:
     return x.tensor_split(max(1, min(chunks, x.shape[0]))) if x.dim() else (x,)
 
 
 def gather(outputs: list[Values]) -> Values:
-    """Join the results of all microbatches to one batch's; values that are no tensors become a list.
+    """Join the results of all microbatches into the result of the batch; values that are no tensors become a list.
 
     Raises TypeError if only some microbatches have a tensor in a place.
     Equivalent to: torch.cat(outputs).
@@ -66,6 +71,7 @@ def gather(outputs: list[Values]) -> Values:
     first = outputs[0]
     if isinstance(first, Tensor):
         return first if len(outputs) == 1 else torch.cat(outputs)  # type: ignore[arg-type]
+    # a tuple: each of its places by itself
     joined: list[Any] = []
     for parts in zip(*outputs, strict=True):
         are_tensors = {isinstance(part, Tensor) for part in parts}
@@ -82,5 +88,5 @@ def gather(outputs: list[Values]) -> Values:
 
 
 def move(value: Values, device: torch.device) -> Values:
-    """Bring value to a device; gradients travel back."""
+    """Copy the tensors of a value to a device; gradients travel back."""
     return map_tensors(lambda x: x.to(device, non_blocking=True), value)

@@ -1,14 +1,19 @@
 """Pipe: an nn.Sequential cut over devices, whose microbatches follow one another through them, in one process.
 
-GPipe (Huang et al. 2019): while partition 1 computes microbatch 0, partition 0 computes microbatch 1. No threads
-are needed for that: work on CUDA devices is only queued, so that starting it in the order of clock cycles keeps all
-devices busy, and autograd runs the backward in the reverse order by itself. On a CPU it gives the same numbers,
-without the gain.
+GPipe (Huang et al. 2019): in clock t partition j computes microbatch t - j.
 
-Three things in a module would see microbatches where they expect a batch, and are put right: skip connections
-travel with their microbatch (skip.py), batch norms may wait for the whole batch (batch_norm.py), and gates give
-each forward's balance loss, whose mean by rows becomes the gate's loss. A checkpointed microbatch runs a second
-time in backward; what counts forwards must not count that one (Recomputing).
+    clock          0    1    2    3    4    5
+    partition 0    m0   m1   m2   m3
+    partition 1         m0   m1   m2   m3
+    partition 2              m0   m1   m2   m3
+
+No threads are needed: work on CUDA devices is only queued, so that starting it clock by clock keeps all devices busy,
+and autograd runs the backward in the reverse order by itself. On a CPU it gives the same numbers, without the gain.
+
+Three things in a module would see microbatches where they expect a batch, and are put right: skip connections travel
+with their microbatch (skip.py), batch norms may wait for the whole batch (batch_norm.py), and gates give each forward's
+balance loss, whose mean by rows becomes the gate's loss. A checkpointed microbatch runs a second time in backward; what
+counts forwards must not count that one (Recomputing).
 """
 
 import inspect
@@ -99,6 +104,7 @@ class Pipe(nn.Module):
             num_cuda = torch.cuda.device_count()
             devices = [torch.device("cuda", i) for i in range(num_cuda)] or ["cpu"] * len(balance)
         found = [torch.device(device) for device in devices]
+        # more devices than partitions are left alone
         if len(found) < len(balance):
             raise IndexError(
                 f"too few devices to hold given partitions (devices: {len(found)}, partitions: {len(balance)})"
@@ -124,6 +130,7 @@ class Pipe(nn.Module):
         if deferred_batch_norm:
             module = defer_batch_norm(module, self.chunks)  # type: ignore[assignment]
         self.partitions = nn.ModuleList(self._partitions(module, balance))
+        # a parameter that two partitions share must have one device
         home: dict[int, tuple[torch.device, str]] = {}
         for number, (partition, device) in enumerate(zip(self.partitions, devices, strict=True)):
             for name, param in partition.named_parameters():
@@ -162,21 +169,24 @@ class Pipe(nn.Module):
         if not self.partitions:
             return batch
         parts = scatter(batch, self.chunks)
+        # a small batch may have fewer parts than chunks
         for module in self.modules():
             if isinstance(module, DeferredBatchNorm):
                 module.begin_batch(len(parts))
         microbatches = [_Microbatch(part, num_rows(part)) for part in parts]
         num_checkpointed = 0
         if self.training and torch.is_grad_enabled():
-            # the backward begins with the last microbatch: computing it again would free nothing in between
+            # except_last: the backward begins with the last microbatch, whose activations would be freed for no time
             modes = {"always": len(parts), "except_last": len(parts) - 1, "never": 0}
             num_checkpointed = modes[self.checkpoint]
+        # gates, norms and skips of each partition, looked for once a batch
         works = [_Work(partition) for partition in self.partitions]
-        # All that can run at the same time is started together: in clock t partition j computes microbatch t - j.
+        # a clock at a time, a partition at a time: what may run together is started together
         for clock in range(len(parts) + len(works) - 1):
             for j in range(max(0, clock - len(parts) + 1), min(clock + 1, len(works))):
                 i = clock - j
                 self._compute(microbatches[i], works[j], self.devices[j], i < num_checkpointed)
+        # a gate's loss is the mean of its microbatches' losses by rows, unless the gate waits for the whole batch
         rows = [m.num_rows for m in microbatches]
         for gate in gates_of(self):
             losses = [
@@ -198,6 +208,7 @@ class Pipe(nn.Module):
         for partition in self.partitions:
             yield from partition  # type: ignore[misc]
 
+    # a module moved as a whole would leave its devices: refused
     def cuda(self, device: Any = None) -> "Pipe":
         raise TypeError(_DENIED)
 
@@ -215,6 +226,7 @@ class Pipe(nn.Module):
         self, microbatch: "_Microbatch", work: "_Work", device: torch.device, is_checkpointed: bool
     ) -> None:
         values = move(microbatch.values, device)
+        # the skips that this partition pops come to its device; the others stay with the microbatch
         skips: Skips = {}
         for key in work.pop_keys:
             if key in microbatch.skips:
@@ -227,6 +239,7 @@ class Pipe(nn.Module):
                 values,
                 skips,
                 use_reentrant=False,
+                # (context of the first forward, of the second)
                 context_fn=lambda: (nullcontext(), again),
             )
         else:
@@ -237,7 +250,7 @@ class Pipe(nn.Module):
 
 
 class Partition(nn.Sequential):
-    """The layers of one device; what a layer raises is raised with the layer's name."""
+    """The layers of one device. What a layer raises gets a note with the layer's name."""
 
     def forward(self, values: Values) -> Values:
         for name, layer in self.named_children():
@@ -245,6 +258,7 @@ class Partition(nn.Sequential):
                 result = self._call(layer, values)
                 check_values(result, f"the result of layer {name!r}")
             except Exception as error:
+                # written for torch's Pipe, which unpacks tuples: FairScale's gives them whole
                 if isinstance(error, TypeError) and _needs_several(layer, values):
                     raise TypeError(
                         f"layer {name!r} of Pipe, a {type(layer).__name__}, must take the tuple of {len(values)} "
@@ -285,7 +299,7 @@ class _Work:
 
     def run(self, values: Values, skips: Skips) -> tuple[Values, Skips, dict[BaseGate, Tensor]]:
         """Return the layers' result, what they stashed, and their gates' losses; the gates forget theirs."""
-        skips = dict(skips)
+        skips = dict(skips)  # a checkpoint runs this again with the same ones
         kept = [gate.get_loss() for gate in self.gates]  # of a forward before this batch, not of a microbatch
         try:
             with keeping(skips):
@@ -309,7 +323,7 @@ def check_layers(module: object) -> None:
             f"module must be nn.Sequential to be partitioned, but got {type(module).__name__}: write the steps of its "
             "forward as layers of an nn.Sequential, for example nn.Flatten() for torch.flatten(x, 1)"
         )
-    if len(list(module.named_children())) != len(module):
+    if len(list(module.named_children())) != len(module):  # named_children() lists a module once
         raise ValueError(
             "module with duplicate children is not supported: each layer can be on one device only"
         )
@@ -318,7 +332,7 @@ def check_layers(module: object) -> None:
 
 def _needs_several(layer: nn.Module, values: Values) -> bool:
     """Return True if a layer takes the values of a tuple one by one, and not as one argument."""
-    while isinstance(layer, nn.Sequential) and len(layer):
+    while isinstance(layer, nn.Sequential) and len(layer):  # its first layer gets them
         layer = layer[0]
     takes = inspect.signature(layer.forward)
     return isinstance(values, tuple) and not _binds(takes, values) and _binds(takes, *values)

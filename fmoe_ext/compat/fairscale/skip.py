@@ -1,6 +1,14 @@
 """Skip connections between the layers of an nn.Sequential: a layer stashes a tensor, a later one pops it.
 
-The interface is torchgpipe's (Kim et al. 2020) and FairScale's. Outside of Pipe a skippable layer works too.
+    @skippable(stash=["1to3"])                      @skippable(pop=["1to3"])
+    class First(nn.Module):                         class Third(nn.Module):
+        def forward(self, x):                           def forward(self, x):
+            yield stash("1to3", x)                          skip = yield pop("1to3")
+            return self.layer(x)                            return self.layer(x) + skip
+
+forward is a generator, and Skippable runs it: it answers each command that the layer yields. In Pipe the stash is a
+dict that travels with the microbatch (keeping()), in a plain nn.Sequential one of the thread. The interface is
+torchgpipe's (Kim et al. 2020) and FairScale's.
 """
 
 from collections.abc import Callable, Generator, Iterable, Iterator
@@ -17,7 +25,7 @@ from fmoe_ext.pipeline.microbatch import Values
 
 @dataclass(frozen=True, order=True)
 class Namespace:
-    """Keep tensors of one name apart: layer.isolate(Namespace()). A copy is the same namespace."""
+    """Keeps equal names of different layers apart: layer.isolate(Namespace()). A copy is the same namespace."""
 
     id: UUID = field(default_factory=uuid4)
 
@@ -25,6 +33,7 @@ class Namespace:
 SkipKey: TypeAlias = tuple[Namespace | None, str]
 Skips: TypeAlias = dict[SkipKey, Tensor | None]
 
+# context variables, which each thread has for itself
 _skips: ContextVar[Skips | None] = ContextVar("skips of the microbatch that is computed", default=None)
 _outside_skips: ContextVar[Skips | None] = ContextVar("skips outside of Pipe", default=None)
 
@@ -46,7 +55,7 @@ class pop:
 
 @contextmanager
 def keeping(skips: Skips) -> Iterator[None]:
-    """Layers inside stash to and pop from this dict."""
+    """Let layers inside the block stash to, and pop from, this dict."""
     token = _skips.set(skips)
     try:
         yield
@@ -77,25 +86,26 @@ class Skippable(nn.Module):
         return self._namespaces.get(name), name
 
     def stash_keys(self) -> list[SkipKey]:
-        """Keys of what this layer stashes, sorted."""
+        """Return the keys that this layer stashes, sorted by name."""
         return [self.key(name) for name in sorted(self.stashes)]
 
     def pop_keys(self) -> list[SkipKey]:
-        """Keys of what this layer pops, sorted."""
+        """Return the keys that this layer pops, sorted by name."""
         return [self.key(name) for name in sorted(self.pops)]
 
     def forward(self, inp: Values) -> Values:
-        """As the layer's own forward; RuntimeError for a name that is not declared, not stashed or left over."""
+        """Run the layer's forward; RuntimeError for a name that is not declared, not stashed or not used."""
         skips = _skips.get()
         if skips is None:  # in a plain nn.Sequential: one dict a thread, which the pops empty
             skips = _outside_skips.get()
         if skips is None:
             skips = {}
             _outside_skips.set(skips)
-        commands = self.module(inp)
+        commands = self.module(inp)  # a generator, unless no command is in the forward
         if not isinstance(commands, Generator):
             _check_all_used(self, set())
             return commands
+        # one command at a time; send() goes on with the answer, and StopIteration has what forward returned
         used: set[str] = set()
         answer: Tensor | None = None
         while True:
@@ -126,7 +136,7 @@ class Skippable(nn.Module):
 def skippable(
     stash: Iterable[str] = (), pop: Iterable[str] = ()
 ) -> Callable[[type[nn.Module]], type[Skippable]]:
-    """Decorator of a module class whose forward yields stash(name, tensor) or pop(name) for these names.
+    """Decorate a module class whose forward yields stash(name, tensor) or pop(name) for these names.
 
     @skippable(stash=["1to3"])
     class First(nn.Module):
@@ -136,6 +146,7 @@ def skippable(
     """
 
     def decorate(layer_class: type[nn.Module]) -> type[Skippable]:
+        # a subclass of Skippable with the name, module and docstring of the layer's class, as it prints and pickles
         names = {
             "layer_class": layer_class,
             "stashes": frozenset(stash),
@@ -156,8 +167,9 @@ def verify_skippables(module: nn.Sequential) -> None:
     for layer_name, layer in module.named_children():
         if not isinstance(layer, Skippable):
             continue
-        both = layer.stashes & layer.pops
+        both = layer.stashes & layer.pops  # one fault for such a name, not three
         faults += [f"'{layer_name}' declared '{n}' both as stashable and as poppable" for n in sorted(both)]
+        # pops first: what this layer stashes is for later ones
         for key in layer.pop_keys():
             if key[1] in both:
                 continue
@@ -176,6 +188,7 @@ def verify_skippables(module: nn.Sequential) -> None:
                     f"'{layer_name}' redeclared '{key[1]}' as stashable but not isolated by namespace"
                 )
             stashed.add(key)
+    # what no later layer takes
     unpopped = sorted(name for _, name in stashed - popped)
     faults += [f"no module declared '{name}' as poppable but stashed" for name in unpopped]
     if faults:

@@ -1,6 +1,8 @@
-"""fmoe.megatron.balance and fmoe.balance: figures of the load of each layer; fmoe_ext.balance has more of them.
+"""fmoe.megatron.balance and fmoe.balance: figures of the load of each layer, for Megatron's TensorBoard writer.
 
-As in FastMoE the profile belongs to the process: a layer's gate_hook writes into it, add_balance_log() empties it.
+The profile is one for the process, as in FastMoE: {figure: [value of each layer]}. reset_gate_hook(number of layers)
+makes it, each layer's gate_hook writes its values, add_balance_log() averages them over the ranks and empties it. A new
+program takes fmoe_ext.balance, which has more figures.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ metrics = MappingProxyType(
 
 
 class _Profile:
-    """The figures of one process: figures[name of a metric][layer], None before the layer has run."""
+    """The figures of this process: figures[name of a metric][layer], None before the layer has run."""
 
     def __init__(self) -> None:
         self.figures: dict[str, list] = {}
@@ -34,9 +36,10 @@ class _Profile:
 
 
 _PROFILE = _Profile()
-balance_dict = _PROFILE.figures
+balance_dict = _PROFILE.figures  # FastMoE's name of it
 
 
+# FastMoE has a variable num_layers here: a module cannot bind a name to a field of _PROFILE
 def __getattr__(name: str) -> int:
     if name == "num_layers":
         return _PROFILE.num_layers
@@ -109,9 +112,11 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
     writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
     """
     for name, values in _PROFILE.figures.items():
+        # collective: ranks must have values of the same layers
         known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if not known:
             continue
+        # one reduction for each figure, of all layers together
         tensors = [v if isinstance(v, torch.Tensor) else torch.tensor(v, device="cpu") for _, v in known]
         figures = torch.stack([x.detach().float().reshape(()) for x in tensors])
         if dist.is_initialized():
@@ -126,7 +131,7 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
 
 
 def _balance_strategy() -> str | None:
-    """Read args.balance_strategy of Megatron-LM, None without it."""
+    """Return args.balance_strategy of Megatron-LM, None without it or without Megatron-LM."""
     try:
         return getattr(get_args(), "balance_strategy", None)
     except RuntimeError:

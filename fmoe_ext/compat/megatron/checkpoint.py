@@ -1,9 +1,11 @@
-"""fmoe.megatron.checkpoint: Megatron's own file, and one with the experts of each further rank.
+"""fmoe.megatron.checkpoint: Megatron's own file, and beside it one with the experts of each further data-parallel rank.
 
-Data-parallel rank 0 saves and loads with Megatron's functions. Every other rank has a file
-<dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]_dp_rank_<dp>/model_optim_rng.pt with its experts and their optimizer state;
-loading merges it into what rank 0 saved. The number of data-parallel ranks stays what it was; fmoe_ext.checkpoint
-reads and merges these files for another.
+    <dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]/model_optim_rng.pt                    rank 0: Megatron's functions
+    <dir>/iter_<iteration>/mp_rank_<tp>[_<pp>]_dp_rank_<dp>/model_optim_rng.pt       others: their experts and the state
+                                                                                     of the optimizer for them
+
+Loading on another rank reads both files and puts its experts into what rank 0 saved. The number of data-parallel ranks
+must be what it was; fmoe_ext.checkpoint reads these files for another number.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def get_fmoe_checkpoint_name(
     mpu = get_mpu()
     if data_parallel_rank == -1:
         data_parallel_rank = mpu.get_data_parallel_rank()
+    # the others' names are Megatron's with _dp_rank_<dp> behind the folder of the rank
     if data_parallel_rank == 0:
         return _megatron("get_checkpoint_name")(checkpoints_path, iteration, release)
     folder = "release" if release else f"iter_{iteration:07d}"
@@ -47,9 +50,11 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
         return
     args = get_args()
     module = _only_chunk(model)
+    # keep_vars: parameters instead of plain tensors, whose dp_comm tells the experts
     state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
     if not args.no_save_optim and optimizer is not None:
-        # the state of the experts; in fp16, also their float32 copies, None for the others
+        # Entries of the optimizer are by the number of the parameter: the numbers stay, entries of others are left out.
+        # In fp16 Megatron's optimizer wraps another and has float32 copies of the parameters: None for the others.
         whole = optimizer.state_dict()
         inner = whole["optimizer"] if args.fp16 else whole
         params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
@@ -68,7 +73,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
 
 
 def _write(state: dict[str, Any], path: Path) -> None:
-    """Write a file of torch.save; an older one stays where this one cannot be written."""
+    """Write a file with torch.save, or raise OSError and leave an older one as it was."""
     partial = path.with_suffix(".partial")
     try:
         with open(partial, "wb") as file:
@@ -100,7 +105,7 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
         raise ValueError(f"{tracker} must hold a number or 'release', but holds {text!r}")
     iteration = 0 if release else int(text)
     saved_by = []
-    for rank in (0, mpu.get_data_parallel_rank()):
+    for rank in (0, mpu.get_data_parallel_rank()):  # Megatron's file first
         file = get_fmoe_checkpoint_name(folder, iteration, release, rank)
         if not Path(file).is_file():
             raise FileNotFoundError(
@@ -113,6 +118,7 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     state = merge_state_dict(saved_by[0], saved_by[1], args.fp16)
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
+    # as Megatron's own load_checkpoint: a release, or weights to finetune, begins at iteration 0 with a new optimizer
     fresh = release or args.finetune
     if not fresh and not args.no_load_optim:
         if optimizer is not None:
@@ -132,10 +138,10 @@ def merge_state_dict(
 ) -> dict[str, Any]:
     """Put a rank's experts and their optimizer state into rank 0's state, which is changed."""
     _update_nested(state_dict_rank0["model"], state_dict_local["model"])
-    if "optimizer" not in state_dict_local:
+    if "optimizer" not in state_dict_local:  # saved with no_save_optim
         return state_dict_rank0
     merged, local = state_dict_rank0["optimizer"], state_dict_local["optimizer"]
-    if fp16:
+    if fp16:  # None: no expert's
         for into, params in zip(merged["fp32_from_fp16_params"], local["fp32_from_fp16_params"], strict=True):
             for i, p in enumerate(params):
                 if p is not None:
@@ -146,7 +152,7 @@ def merge_state_dict(
 
 
 def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Keep the entries of a nested state dict whose tensors are parameters of experts."""
+    """Return the entries of a nested state dict whose tensors are parameters of experts."""
     experts = type(state)()
     for key, value in state.items():
         if isinstance(value, dict):
@@ -158,6 +164,7 @@ def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
     return experts
 
 
+# different on each data-parallel rank: no reduction at all, or one over tensor-parallel copies
 def _is_expert(p: Any) -> bool:
     return getattr(p, "dp_comm", "dp") in ("none", EXPERTS_TAG)
 
@@ -177,10 +184,11 @@ def _only_chunk(model: Any) -> Any:
             f"the model must be one chunk, but there are {len(chunks)} (an interleaved pipeline)"
         )
     module = chunks[0]
-    while hasattr(module, "module"):
+    while hasattr(module, "module"):  # wrappers: data parallelism, Float16Module
         module = module.module
     return module
 
 
+# imported when it is needed: without Megatron-LM this module imports all the same
 def _megatron(name: str) -> Any:
     return getattr(importlib.import_module("megatron.checkpointing"), name)

@@ -10,7 +10,7 @@ from torch import nn
 from fmoe_ext.compat.megatron.runtime import data_parallel_groups
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 
-_groups: dict[str, Any] | None = None
+_groups: dict[str, Any] | None = None  # set by hand or by _init(); None: Megatron's are used
 
 
 def _set_groups(**kwargs: dist.ProcessGroup | None) -> None:
@@ -52,6 +52,7 @@ class DistributedDataParallel(DistributedGroupedDataParallel):
                 f"{accumulate_allreduce_grads_in_fp32} and {use_contiguous_buffers_in_ddp}: run Megatron with "
                 "--DDP-impl torch, or without --accumulate-allreduce-grads-in-fp32"
             )
+        # of _set_groups() or _init(), if one was called before
         super().__init__(module, **(data_parallel_groups() if _groups is None else _groups))
 
     def set_input_tensor(self, *args: Any, **kwargs: Any) -> Any:

@@ -1,7 +1,8 @@
-"""fmoefy for Megatron-LM v2.2 to v3.0.2: layers in model.language_model, options in get_args(), groups in mpu.
+"""The model kind of Megatron-LM v2.2 to v3.0.2 for fmoefy (models/target.py says what a kind is).
 
-A layer that fmoefy makes keeps FastMoE's parameter names, so that old checkpoints load; a forward hook gives it the
-(output, bias) that Megatron expects of an MLP. Its gate_hook keeps the profile of balance.py.
+Layers are found in model.language_model, options in get_args(), process groups in mpu. A layer that fmoefy makes keeps
+FastMoE's parameter names, so that old checkpoints load; a forward hook makes its output the (output, bias) that
+Megatron expects of an MLP. Its gate_hook keeps the profile of balance.py.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ LOOKED_FOR = (
 def find(model: nn.Module, options: Options) -> list[Target]:
     """Find the MLPs of a legacy Megatron model; all ranks call it together if it is tensor parallel."""
     if type(model).__module__.split(".")[0] == "transformers":
-        return []  # some have a language_model too
+        return []  # some of its models have a language_model, too
     found = [
         (f"language_model.{name}.layers.{i}.mlp", layer)
         for name, layers in stacks(model, options.megatron_version)
@@ -37,6 +38,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
     ]
     if not found:
         return []
+    # what the user does not say, Megatron's options do
     args = get_args()
     arguments = layer_arguments(args, options.distributed_experts)
     given = (getattr(args, name, None) for name in ("fmoe_num_experts", "num_experts"))
@@ -66,10 +68,12 @@ def find(model: nn.Module, options: Options) -> list[Target]:
     ]
 
 
+# a function of the module, not a nested one, so that it pickles with the model
 def _add_zero_bias(moe: Any, _: Any, output: Tensor) -> tuple[Tensor, Tensor]:
-    return output, output.new_zeros(moe.d_model)  # what Megatron expects of an MLP; pickles with the model
+    return output, output.new_zeros(moe.d_model)
 
 
+# the weights of Megatron's ParallelMLP, gathered from the tensor-parallel ranks
 def _read(mlp: Any, args: Any) -> DenseMLP:
     first, second = getattr(mlp, "dense_h_to_4h", None), getattr(mlp, "dense_4h_to_h", None)
     d_hidden = getattr(args, "ffn_hidden_size", None) or 4 * args.hidden_size

@@ -29,6 +29,7 @@ class MegatronMLP(FMoETransformerMLP):
             ours = find_gate(args.balance_strategy or "naive")
             # the gates of this package, where there is one: their weights have the model's dtype
             gate = getattr(_gates, getattr(ours, "__name__", ""), ours)
+        # process groups, and the options under either of their names
         layout = layer_arguments(args, args.distributed_experts)
         num_experts = getattr(args, "fmoe_num_experts", None) or args.num_experts
         super().__init__(
@@ -112,6 +113,7 @@ def fmoefy(
         raise ValueError(
             f"num_experts and fmoe_num_experts are one argument, but got {num_experts} and {fmoe_num_experts}"
         )
+    # FastMoE counts the experts of each rank, fmoe_ext.fmoefy those of all ranks
     num_local_experts = fmoe_num_experts if num_experts is None else num_experts
     options = (distributed_experts, hidden_hidden_size, top_k, gate, megatron_version)
     return _fmoefy(model, None, *options, num_local_experts=num_local_experts)

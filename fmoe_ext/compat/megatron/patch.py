@@ -1,4 +1,8 @@
-"""fmoe.megatron.patch: the model provider, and the balance loss in the training step, of Megatron-LM v2.2 to v3.0.2."""
+"""fmoe.megatron.patch: wrap Megatron-LM's model provider, forward step and loss function, for v2.2 to v3.0.2.
+
+patch_model_provider() gives the model MoE layers. The others add balance_loss_weight * (mean of the layers' balance
+losses) to the loss; with pipeline parallelism each stage adds the part of its own layers.
+"""
 
 from __future__ import annotations
 
@@ -26,6 +30,7 @@ def patch_model_provider(
     _check(Megatron_Version)
 
     def fmoefied_model_provider(*args: Any, **kwargs: Any) -> Any:
+        # hidden units of a dense MLP, shared among a token's experts
         options = get_args()
         if 4 * options.hidden_size % options.top_k:
             raise ValueError(
@@ -65,7 +70,7 @@ def patch_forward_step(forward_step_func: Callable, Megatron_Version: str = "v2.
 
 
 def patch_loss_func_v2_5(loss_func: Callable) -> Callable:
-    """Make loss_func(output) -> (loss, dict) a function (model, output) that adds the balance loss to both.
+    """Turn loss_func(output) -> (loss, dict) into a function (model, output) that adds the balance loss to both.
 
     Without args.balance_strategy loss_func is returned as it is.
     """
@@ -79,10 +84,11 @@ def patch_loss_func_v2_5(loss_func: Callable) -> Callable:
 
 
 def _balance_loss(model: Any) -> torch.Tensor | None:
-    """balance_loss_weight * the mean balance loss of this stage's MoE layers / pipeline stages; None without any.
+    """Return balance_loss_weight * (mean of this stage's balance losses) / pipeline stages; None without any.
 
     The losses stay with the gates, because several patches read them in one step.
     """
+    # of the layers of this pipeline stage alone
     losses = [
         layer.mlp.gate.get_loss(clear=False).sum()
         for _, layers in stacks(model)
@@ -97,6 +103,7 @@ def _balance_loss(model: Any) -> torch.Tensor | None:
     return torch.stack(losses).mean() * args.balance_loss_weight / num_stages
 
 
+# output is Megatron's (loss, figures for the log)
 def _add_balance_loss(output: Any, model: Any) -> Any:
     loss, figures = output
     added = _balance_loss(model)

@@ -1,9 +1,11 @@
-"""The surroundings of a model of Megatron-LM v2.2 to v3.0.2: options, process groups, stacks of layers.
+"""Read Megatron-LM's options, process groups and stacks of layers, for v2.2 to v3.0.2.
 
-Experts are spread over Megatron's data-parallel group. Tensor-parallel ranks have the same tokens: each computes a
-slice of them with whole experts (slice_group), so that the gate's gradient has to be reduced over both groups,
-which together are the pipeline stage. Megatron itself is not imported: whatever version a program has imported is
-found in sys.modules.
+Megatron itself is not imported: whatever version a program has imported is found in sys.modules. The layout:
+
+* Experts are spread over Megatron's data-parallel group.
+* Tensor-parallel ranks have the same tokens. Each computes a slice of them with whole experts (slice_group), so that
+  they have copies of the experts, and different gradients.
+* The gate's gradient is reduced over both groups, which together are the pipeline stage.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
+# (version, attributes of language_model that have layers)
 _STACKS_OF_VERSION = (
     ("v2.2", ("transformer",)),
     ("v2.5", ("encoder", "decoder")),
@@ -36,6 +39,7 @@ def get_mpu() -> Any:
     """Return Megatron's module of process groups; RuntimeError where no Megatron-LM has been imported."""
     megatron = sys.modules.get("megatron")
     mpu = sys.modules.get("megatron.mpu", getattr(megatron, "mpu", None))
+    # v3.0.2 has it in megatron.core
     mpu = sys.modules.get("megatron.core.parallel_state") if mpu is None else mpu
     if mpu is None:
         raise RuntimeError("Megatron-LM is not imported: `from megatron import mpu` has to work before")
@@ -48,7 +52,7 @@ def stacks(model: Any, version: str | None = None) -> list[tuple[str, Any]]:
     if version not in names:
         known = ", ".join(map(repr, names))
         raise ValueError(f"megatron_version must be one of {known}, but got {version!r}")
-    while isinstance(getattr(model, "module", None), nn.Module):
+    while isinstance(getattr(model, "module", None), nn.Module):  # DistributedDataParallel, Float16Module
         model = model.module
     language_model = getattr(model, "language_model", None)
     found = ((name, getattr(getattr(language_model, name, None), "layers", None)) for name in names[version])
@@ -59,6 +63,7 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
     """Make the arguments of FMoE for this layout of processes; all ranks call it together if it is tensor parallel."""
     if not dist.is_initialized():
         return {"world_size": 1, "expert_dp_comm": "dp"}
+    # data parallel alone, then expert parallel over the same ranks, then tensor parallel
     mpu = get_mpu()
     data_group = mpu.get_data_parallel_group()
     arguments: dict[str, Any] = {"world_size": 1, "expert_dp_comm": "dp", "gate_group": data_group}
@@ -81,6 +86,7 @@ def layer_arguments(args: Any, distributed_experts: bool = True) -> dict[str, An
 def _stage_group(args: Any) -> dist.ProcessGroup:
     """Make a group of all ranks of this rank's pipeline stage; all ranks of the job call it."""
     world_size = dist.get_world_size()
+    # Megatron numbers ranks stage by stage
     stage_size = world_size // getattr(args, "pipeline_model_parallel_size", 1)
     # new_group() is collective: every rank makes the groups of all stages, and keeps its own
     for first in range(0, world_size, stage_size):
@@ -96,5 +102,6 @@ def data_parallel_groups() -> dict[str, dist.ProcessGroup]:
     data_group = mpu.get_data_parallel_group()
     groups = {"dp_group": data_group, "moe_group": data_group, "gate_group": _stage_group(args)}
     if getattr(args, "tensor_model_parallel_size", 1) > 1:
+        # copies of an expert, whose gradients are of different slices of the tokens
         groups[f"{EXPERTS_TAG}_group"] = mpu.get_tensor_model_parallel_group()
     return groups

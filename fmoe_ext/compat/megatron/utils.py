@@ -1,4 +1,4 @@
-"""fmoe.megatron.utils."""
+"""fmoe.megatron.utils: FastMoE's options for Megatron's parser."""
 
 from __future__ import annotations
 
