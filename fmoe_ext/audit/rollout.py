@@ -280,7 +280,7 @@ class _Computed:
 def _ways(
     subject: _Subject, tokens: Tensor, across: Sequence[int] = ()
 ) -> dict[str, Callable[[], _Computed]]:
-    """What to compare; of a longer text only what passes the lengths one token at a time."""
+    """Return the ways to compare; for a longer text only those that pass the lengths one token at a time."""
     num_texts, length = tokens.shape
     half = length // 2
     if across:

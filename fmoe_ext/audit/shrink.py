@@ -106,9 +106,8 @@ def shrunk_config(config: Any) -> Any:
             if "num_attention_heads" in layer:
                 layer["num_key_value_heads"] = layer["num_attention_heads"]
     rope = getattr(small, "rope_parameters", None)
-    if (
-        isinstance(rope, dict) and "mrope_section" in rope
-    ):  # frequencies of time, height and width: a half of a head
+    # frequencies of time, height and width: a half of a head
+    if isinstance(rope, dict) and "mrope_section" in rope:
         size = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
         half = int(size * rope.get("partial_rotary_factor", 1)) // 2
         parts = [part * half // sum(rope["mrope_section"]) for part in rope["mrope_section"]]

@@ -62,9 +62,8 @@ class SinkhornGate(ScoredGate):
             return self.topk(logits, self.top_k, self.score, self.normalize, self.scale)
 
         def pick() -> torch.Tensor:
-            if (
-                torch.compiler.is_compiling()
-            ):  # a graph cannot end rounds by the numbers: there they are one operator
+            # a graph cannot end rounds by the numbers: there they are one operator
+            if torch.compiler.is_compiling():
                 over_ranks = getattr(self.ranks, "balanced_shares", balanced_shares_traced)
                 shares = over_ranks(logits.detach())  # [T, E]
             else:

@@ -235,7 +235,7 @@ def test_lengths_that_were_not_tried_are_said():
     assert not audit_rollout(model, texts(1, 65)).untried
 
 
-def test_what_transformers_cannot_do_is_no_difference():
+def test_way_that_transformers_refuses_is_no_difference():
     config = transformers.BloomConfig(vocab_size=97, hidden_size=48, n_head=4, n_layer=1)
     model = transformers.BloomForCausalLM(config).eval()
     report = audit_rollout(model, texts(2, 9))

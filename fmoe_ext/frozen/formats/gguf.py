@@ -167,9 +167,8 @@ class _Q4K(_KBlocks, Lattice, Fitted):
     def pack(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors:
         blocks = weight.unflatten(2, (-1, 8, 32))
         head, codes = self.head_and_codes(blocks, 15)
-        if (
-            importance is not None
-        ):  # scales and minima are rounded too, which may undo what was won in a block
+        # scales and minima are rounded too, which may undo what was won in a block
+        if importance is not None:
             w = importance.unflatten(2, (-1, 8, 32))
             other, other_codes = self.head_and_codes(blocks, 15, w)
 
