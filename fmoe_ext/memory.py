@@ -83,9 +83,12 @@ def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
 def bytes_of_text(memory: int | str) -> int:
     """Return the bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
-    if match is None:
-        raise ValueError(f'memory must be bytes or a text like "8GiB", or "auto", but got {memory!r}')
-    return int(float(match[1]) * UNITS[match[2]])
+    num_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    if num_bytes < 1:
+        raise ValueError(
+            f'memory must be bytes or a text like "8GiB", at least 1 byte, or "auto", but got {memory!r}'
+        )
+    return num_bytes
 
 
 class Process(NamedTuple):

@@ -284,7 +284,7 @@ def test_memory_texts(text, expected):
     assert bytes_of_text(text) == expected
 
 
-@pytest.mark.parametrize("text", ["8 gigabytes", "GiB", "-1GiB", ""])
+@pytest.mark.parametrize("text", ["8 gigabytes", "GiB", "-1GiB", "", 0, "0", "0 GiB", "0.4"])
 def test_memory_text_is_refused(text, tmp_path):
     with pytest.raises(ValueError, match="8GiB"):
         fmoe_ext.stream(tmp_path, text)
