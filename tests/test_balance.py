@@ -2,6 +2,7 @@ import copy
 import json
 import math
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -187,6 +188,33 @@ def test_forwards_are_summed_as_one_by_one():
     assert noted.idle_steps.tolist() == idle
     assert idle[4] == 2
     assert noted.num_steps == 75
+
+
+def test_counters_that_move_in_inference_mode_go_on_in_training():
+    """They move to the device of the first forward: to meta as to a GPU."""
+    counters = balance.LayerCounters(3, "cpu")
+    topk_idx = torch.zeros(4, 2, dtype=torch.int64, device="meta")
+    with torch.inference_mode():
+        counters.count(topk_idx, torch.empty(4, 2, device="meta"))
+    for name in balance.LayerCounters.NAMES:
+        value = getattr(counters, name)
+        assert value.is_meta and not value.is_inference(), name
+    counters.count(topk_idx, torch.empty(4, 2, device="meta"))
+    counters.reset()
+
+
+def test_counters_move_while_no_other_thread_counts():
+    counters, is_free = balance.LayerCounters(3, "cpu"), []
+
+    class Sums(dict):
+        def items(self):
+            with ThreadPoolExecutor(1) as pool:
+                is_free.append(pool.submit(counters._lock.acquire, blocking=False).result())
+            return super().items()
+
+    counters._sums = Sums(counters._sums)
+    counters.to("meta")
+    assert is_free == [False]
 
 
 class ScalarWriter:

@@ -66,8 +66,10 @@ class LayerCounters:
 
     def to(self, device: torch.device | str) -> None:
         """Move the counters to a device."""
-        self.sum_up()
-        self._sums = {name: value.to(device) for name, value in self._sums.items()}
+        # forwards that train will write to the sums, which inference tensors refuse
+        with self._lock, torch.inference_mode(False):
+            self.sum_up()
+            self._sums = {name: value.to(device) for name, value in self._sums.items()}
 
     @torch.no_grad()
     def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
