@@ -84,6 +84,33 @@ def state_of(server, uid=UID):
     return read.result(60)
 
 
+@pytest.mark.parametrize("has_lease", [True, False])
+def test_error_of_one_expert_keeps_no_other_from_its_look(has_lease, caplog):
+    """Except that a silent etcd, after which the lease is over, is not waited for once an expert."""
+    placement, looked, leases = ReplicatedExperts(Replication("a:1", 1, 6.0)), [], [True]
+    placement.server = types.SimpleNamespace(
+        endpoint="b:1", options=types.SimpleNamespace(expert_cls="ffn", hidden_dim=D)
+    )
+
+    async def announce(entry):
+        pass
+
+    async def look_at(replica):
+        looked.append(replica.uid)
+        if replica.uid != "expert.2":
+            leases[0] = has_lease
+            raise DiscoveryError(f"etcd refuses the record of {replica.uid}")
+
+    placement.registry.announce, placement._look_at = announce, look_at
+    placement.registry.has_lease = lambda: leases[0]
+    placement.replicas = {f"expert.{n}": types.SimpleNamespace(uid=f"expert.{n}") for n in range(3)}
+    with pytest.raises(DiscoveryError, match=r"record of expert\.0"):
+        loop.run(placement._reconcile(), 60)
+    assert looked == (["expert.0", "expert.1", "expert.2"] if has_lease else ["expert.0"])
+    assert ("record of expert.1" in caplog.text) == has_lease
+    loop.run(placement.registry.store.close(), 60)
+
+
 def test_every_replica_has_every_update(cluster, client):
     leader, follower = pair_up(cluster(), cluster())
     for n in range(60):  # beyond the update whose digest is compared

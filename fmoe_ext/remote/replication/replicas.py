@@ -256,8 +256,20 @@ class ReplicatedExperts:
                     self.server.metrics.add("leads_lost_total")
             return
         await self.registry.announce(self._server_entry())
+        # An error of one expert must not keep the others without a leader, so the first one is raised at the end.
+        failures: list[Exception] = []
         for replica in list(self.replicas.values()):
-            await self._look_at(replica)
+            try:
+                await self._look_at(replica)
+            except Exception as error:
+                if failures:
+                    log.warning("replication of %s: %r", replica.uid, error)
+                failures.append(error)
+                # each look may wait for a silent etcd: without a lease the next round ends what this server leads
+                if not self.registry.has_lease():
+                    break
+        if failures:
+            raise failures[0]
 
     async def _look_at(self, replica: Replica) -> None:
         """Take the next step for one expert; which one follows from what etcd shows now, not from earlier steps."""
