@@ -11,12 +11,14 @@ A small value for programs (DHT.store) is a record too. Its metadata hold the va
 and the owner, so that no owner can write in the place of another one.
 """
 
+import contextlib
 import functools
 import hashlib
 import json
 import math
 import os
 import re
+import tempfile
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,15 +82,26 @@ class Identity:
 
         alone: locks the file until unlock(); InUse if another process has locked it.
         """
-        # O_EXCL: a key that is there is never overwritten
-        try:
-            with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
-                file.write(os.urandom(32))
-        except FileExistsError:
-            check_private(path)
+        if not path.exists():
+            # Written whole before it gets its name. A link, unlike a rename, never replaces a file that is there: of
+            # several processes that start at once all have the key of the first.
+            handle, part = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+            try:
+                with open(handle, "wb") as file:
+                    file.write(os.urandom(32))
+                    file.flush()
+                    os.fsync(file.fileno())  # else a power cut could leave the name without the key
+                with contextlib.suppress(FileExistsError):
+                    os.link(part, path)
+            finally:
+                os.unlink(part)
+        check_private(path)
         seed = path.read_bytes()
         if len(seed) != 32:
-            raise ValueError(f"an identity is a file of 32 bytes, but {path} has {len(seed)}")
+            raise ValueError(
+                f"an identity is a file of 32 bytes, but {path} has {len(seed)}: put the file back, or remove it to "
+                "start with a new identity"
+            )
         identity = cls(seed)
         if alone:
             text = f"another server runs with the identity {path}: stop it, or name another --identity_path"

@@ -36,6 +36,41 @@ def kept(store, uid="expert.0", now=NOW):
     return [(r.owner == ME.public, r.endpoint) for r in store.find(uid_key(uid), now) if r.is_live(now)]
 
 
+def test_identity_of_a_process_that_ends_at_once_is_made_by_the_next(tmp_path, monkeypatch):
+    """An empty file stayed, and every later start ended with an error."""
+
+    def end(count):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(os, "urandom", end)
+        Identity.at(tmp_path / "identity")
+    assert list(tmp_path.iterdir()) == []
+    identity = Identity.at(tmp_path / "identity")
+    assert Identity.at(tmp_path / "identity").public == identity.public
+    assert [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+def test_processes_that_start_at_once_have_one_identity(tmp_path, monkeypatch):
+    draw, others = os.urandom, []
+
+    def while_another_starts(count):
+        monkeypatch.setattr(os, "urandom", draw)
+        others.append(Identity.at(tmp_path / "identity"))
+        return draw(count)
+
+    monkeypatch.setattr(os, "urandom", while_another_starts)
+    assert Identity.at(tmp_path / "identity").public == others[0].public
+    assert [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+def test_half_an_identity_is_named(tmp_path):
+    path = tmp_path / "identity"
+    path.touch(0o600)
+    with pytest.raises(ValueError, match=rf"32 bytes, but {path} has 0: put the file back, or remove it"):
+        Identity.at(path)
+
+
 @pytest.mark.parametrize("field", ["uid", "endpoint", "owner", "fence", "sequence", "expires", "metadata"])
 def test_forged_record_is_refused(field):
     signed = record()
