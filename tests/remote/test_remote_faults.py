@@ -1,11 +1,14 @@
 """Faults between client and server, each with a bound in seconds."""
 
+import asyncio
 import contextlib
 import dataclasses
+import gc
 import os
 import random
 import socket
 import threading
+import time
 
 import pytest
 import torch
@@ -151,8 +154,6 @@ def test_fuzzed_calls_never_stop_a_server(ends, serve):
         return bytes(data)
 
     async def storm():
-        import asyncio
-
         codes = []
         for _ in range(20):
             methods = [rng.choice((protocol.FORWARD, protocol.BACKWARD, protocol.INFO)) for _ in range(50)]
@@ -244,6 +245,34 @@ def test_slow_replica_is_hedged(ends, serve):
         y = expert(X)
     assert client.counts["hedges"] >= 1
     assert torch.isfinite(y).all()
+
+
+def test_failures_beside_an_answer_are_read():
+    """asyncio logged "Task exception was never retrieved" for each."""
+    client, unread = Client(settings=dataclasses.replace(PATIENT, hedge_after=0.0)), []
+
+    async def go():
+        asyncio.get_running_loop().set_exception_handler(lambda loop, context: unread.append(context))
+        is_answered, never = asyncio.Event(), asyncio.Event()
+
+        async def call(endpoint, method, data, timeout):
+            if endpoint == "good:1":
+                is_answered.set()
+                return Message()
+            try:
+                await (is_answered if endpoint == "beside:1" else never).wait()
+            finally:
+                raise CallTimeout(f"{endpoint} is late")
+
+        client.caller.call = call
+        handle = client.handle("expert.0", ("beside:1", "cancelled:1", "good:1"))
+        _, endpoint = await client._hedge(handle, protocol.INFO, b"", time.monotonic() + LONG)
+        while len(asyncio.all_tasks()) > 1:  # the cancelled ones
+            await asyncio.sleep(0)
+        gc.collect()
+        return endpoint
+
+    assert asyncio.run(go()) == "good:1" and unread == []
 
 
 def test_replica_that_lacks_an_acknowledged_update_is_not_believed(ends, serve):

@@ -330,6 +330,8 @@ class Client:
                         failure = error
         finally:
             for task in waiting:
+                # one that fails now, or that ended beside the answer: asyncio logs errors that nobody reads
+                task.add_done_callback(lambda task: task.cancelled() or task.exception())
                 task.cancel()
         assert failure is not None
         raise failure
