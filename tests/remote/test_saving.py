@@ -8,9 +8,9 @@ import urllib.request
 import pytest
 from dying import kill
 
-from fmoe_ext.remote import loop
+from fmoe_ext.remote import DiscoveryError, StaticList, loop
 from fmoe_ext.remote.replication.follower import Role
-from fmoe_ext.remote.server.checkpoints import Checkpoints, Folder
+from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged, Folder
 from tests import ports
 from tests.remote.conftest import wait_until
 from tests.remote.test_replication import client, cluster, pair_up, role, state_of
@@ -188,6 +188,29 @@ def test_checkpoint_that_must_not_be_used_ends_the_start_in_one_line(
         step(expert_at(first.endpoint()))
         assert first.end() == 0
         assert Checkpoints(folder).load("expert.0").meta["version"] == "3"
+
+
+@pytest.mark.parametrize("fault", ["damaged", "silent directory"])
+def test_start_that_fails_withdraws_its_claims(serve, tmp_path, fault):
+    """The uids stayed taken until their ttl had passed, for the server that was started once the file was back."""
+    serve(checkpoint_dir=tmp_path)[0].stop()
+    path, options, directory = tmp_path / "expert.0.safetensors", {}, StaticList()
+    data = path.read_bytes()
+    if fault == "damaged":
+        path.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    else:  # after it has granted the uids of the checkpoints
+
+        async def get(uids, *, timeout=5.0):
+            raise DiscoveryError("no node answers")
+
+        directory.get = get
+        options = {"expert_uids": (), "num_experts": 3, "expert_pattern": "expert.[0:9]"}
+    with pytest.raises((Damaged, DiscoveryError), match=r"expert\.0\.safetensors|no node answers"):
+        serve(checkpoint_dir=tmp_path, discovery=directory, **options)
+    assert loop.run(StaticList.get(directory, ["expert.0", "expert.1"]), 60) == [None, None]
+    path.write_bytes(data)
+    other, _ = serve(checkpoint_dir=tmp_path, discovery=directory)
+    assert sorted(other.host.experts) == ["expert.0", "expert.1"]
 
 
 def test_second_server_with_one_identity_ends_by_name(start_server, tmp_path):

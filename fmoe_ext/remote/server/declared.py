@@ -144,10 +144,15 @@ class DeclaredExperts:
         self._renewing: asyncio.Task[None] | None = None
         self._copying: asyncio.Task[None] | None = None
         self._server: Server | None = None
+        # uids that start() was granted: stop() withdraws them even if no expert was hosted, as a checkpoint is damaged
+        self._claimed: set[str] = set()
         self._hidden: frozenset[str] = frozenset()  # uids that no beam search finds
 
     async def start(self, server: Server) -> None:
-        """Claim the server's experts and begin to renew the claims; ValueError if it cannot get all that it wants."""
+        """Claim the server's experts and begin to renew the claims; ValueError if it cannot get all that it wants.
+
+        After an error stop() withdraws what was claimed.
+        """
         self._server = server
         server.metrics.gauge("hidden_experts", lambda: len(self._hidden))
         options, endpoint = server.options, server.endpoint
@@ -155,9 +160,9 @@ class DeclaredExperts:
         mine = [check_uid(uid) for uid in options.expert_uids]
         if mine:
             granted = await self.discovery.declare(mine, endpoint, options.ttl)
+            self._claimed.update(granted)
             self._note_hidden(granted)
             if taken := [uid for uid in mine if uid not in granted]:
-                await self.discovery.withdraw(list(granted), endpoint)
                 raise ValueError(
                     f"other servers host {', '.join(taken)}: choose other uids, or stop those servers"
                 )
@@ -166,6 +171,7 @@ class DeclaredExperts:
             pattern, wanted, rng = Pattern(options.expert_pattern), options.num_experts, random.Random()
             if before := server.saved_uids()[:wanted]:
                 mine = sorted(await self.discovery.declare(before, endpoint, options.ttl))
+                self._claimed.update(mine)
             saved, tried = len(mine), set[str]()
             # four candidates for each missing one, or a grid that is nearly full would take very many questions
             at_once = min(4 * (wanted - saved), MAX_TRIED)
@@ -178,10 +184,10 @@ class DeclaredExperts:
                 while free and len(mine) < wanted:
                     some, free = free[: wanted - len(mine)], free[wanted - len(mine) :]
                     granted = await self.discovery.declare(some, endpoint, options.ttl)
+                    self._claimed.update(granted)
                     mine += [uid for uid in some if uid in granted]
             mine[saved:] = sorted(mine[saved:], key=coordinates)  # new ones in the grid's order, not as text
             if len(mine) < wanted:
-                await self.discovery.withdraw(mine, endpoint)
                 raise ValueError(
                     f"{wanted} experts were asked for, but only {len(mine)} uids of {pattern.text} are free: "
                     "give a wider --expert_pattern or a smaller --num_experts"
@@ -260,7 +266,8 @@ class DeclaredExperts:
         await _end(self._renewing)
         if self._server is not None:
             try:
-                await self.discovery.withdraw(list(self._server.host.experts), self._server.endpoint)
+                uids = sorted(self._claimed.union(self._server.host.experts))
+                await self.discovery.withdraw(uids, self._server.endpoint)
             except DiscoveryError as error:
                 log.warning("the uids could not be withdrawn, they expire: %s", error)
 
