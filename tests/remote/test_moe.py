@@ -6,6 +6,7 @@ import torch
 from fmoe_ext import FMoE, NaiveGate
 from fmoe_ext.remote import (
     Client,
+    Credentials,
     ExpertGone,
     LiveGate,
     RemoteExpert,
@@ -13,6 +14,7 @@ from fmoe_ext.remote import (
     RemoteMixtureOfExperts,
     RemoteSwitchMixtureOfExperts,
     SchemaError,
+    Security,
     Settings,
     StaticList,
     Training,
@@ -190,6 +192,40 @@ def test_layer_of_remote_and_local_experts(ends, serve):
     chosen, _ = layer.gate(x)
     assert set(chosen.flatten().tolist()) <= {-1, 0, 2}
     layer(x).sum().backward()  # the local ones go on
+
+
+def test_layer_calls_each_expert_with_its_own_client(ends, serve):
+    """The first one's client called all: servers that ask for another token refused, and gave rows of zeros."""
+    experts, timeouts = [], []
+    for n, name in enumerate(("alice", "bob")):
+        security = Security(tokens={f"of {name}": name})
+        server, _ = serve(training=FROZEN, expert_uids=(f"expert.{n}",), security=security)
+        settings = Settings(forward_timeout=50.0 + n, backward_timeout=60.0 + n)
+        client = ends(Client(settings=settings, credentials=Credentials(token=f"of {name}")))
+
+        def timed(method):
+            async def call(*arguments):
+                timeouts.append(arguments[-1])
+                return await method(*arguments)
+
+            return call
+
+        client.forward, client.backward = timed(client.forward), timed(client.backward)
+        experts.append(RemoteExpert(f"expert.{n}", server.endpoint, client))
+    x = torch.randn(5, D, requires_grad=True)
+    layer = RemoteExperts(experts)
+    y = layer(x, torch.tensor([2, 3]))
+    y.sum().backward()
+    local = [make_expert("ffn", D, uid=f"expert.{n}") for n in range(2)]
+    x2 = x.detach().clone().requires_grad_()
+    truth = torch.cat([local[0](x2[:2]), local[1](x2[2:])])
+    truth.sum().backward()
+    torch.testing.assert_close(y, truth)
+    torch.testing.assert_close(x.grad, x2.grad)
+    assert timeouts == [50.0, 51.0, 60.0, 61.0]
+    shared = RemoteExperts(experts, experts[0].client)  # calls all, where it is given
+    shared(x, torch.tensor([2, 3]))
+    assert shared.last_failed.keys() == {"expert.1"} and "another token" in shared.last_failed["expert.1"]
 
 
 @pytest.mark.parametrize("codec", ["bf16", "int8"])

@@ -31,6 +31,7 @@ MARGIN = 1.0
 class Call:
     """A call of one expert."""
 
+    client: Client  # that makes it, with its credentials and timeouts
     handle: Handle
     inputs: tuple[torch.Tensor, ...]  # as its schema says, each with the batch in dimension 0
 
@@ -39,15 +40,14 @@ class Call:
 class Batch:
     """Calls of several experts, side by side, as one step of autograd."""
 
-    client: Client
     calls: Sequence[Call]
-    forward_timeout: float  # seconds
-    backward_timeout: float
     # a call that fails has output None and gradient zero, instead of raising RemoteError
     tolerant: bool = False
     grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
     def __post_init__(self) -> None:
+        # as they are now, for the backward, too
+        self.settings = [call.client.settings for call in self.calls]
         self.failed: list[Exception | None] = [None] * len(self.calls)  # why a call has no output
         self.versions = [0] * len(self.calls)  # of the weights that answered; sent along with the gradient
         self.grad_failed: list[Exception | None] = [None] * len(self.calls)  # why a call's gradient was lost
@@ -132,9 +132,13 @@ class Batch:
 
     def forward(self, inputs: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tensor]:
         """Return the output of each call; an empty tensor for one that failed, because autograd needs some output."""
-        timeout, forward = self.forward_timeout, self.client.forward
-        calls = [forward(c.handle, given, timeout) for c, given in zip(self.calls, inputs, strict=True)]
-        outcomes = self._run_all(calls, timeout, self.failed, lambda done: self.is_enough(done, True))
+        timeouts = [settings.forward_timeout for settings in self.settings]
+        calls = [
+            c.client.forward(c.handle, given, timeout)
+            for c, given, timeout in zip(self.calls, inputs, timeouts, strict=True)
+        ]
+        longest = max(timeouts, default=0.0)
+        outcomes = self._run_all(calls, longest, self.failed, lambda done: self.is_enough(done, True))
         self.versions = [0 if outcome is None else outcome.version for outcome in outcomes]
         empty = inputs[0][0].new_empty(0) if inputs else torch.empty(0, device="cpu")
         return [empty.clone() if outcome is None else outcome.tensors[0] for outcome in outcomes]
@@ -143,20 +147,24 @@ class Batch:
         self, inputs: Sequence[Sequence[torch.Tensor]], grads: Sequence[torch.Tensor]
     ) -> list[tuple[torch.Tensor, ...] | None]:
         """Return the gradients of the floating inputs of each call; None for a call that failed, here or in forward."""
-        timeout, backward = self.backward_timeout, self.client.backward
+        timeouts = [settings.backward_timeout for settings in self.settings]
         # a call without an output gets no gradient; n counts all calls, place in `asked` only the others
         asked = [n for n, error in enumerate(self.failed) if error is None]
         calls = [
-            backward(self.calls[n].handle, inputs[n], grads[n], self.versions[n], timeout) for n in asked
+            self.calls[n].client.backward(
+                self.calls[n].handle, inputs[n], grads[n], self.versions[n], timeouts[n]
+            )
+            for n in asked
         ]
         errors: list[Exception | None] = [None] * len(asked)
+        longest = max(timeouts, default=0.0)
         outcomes = self._run_all(
-            calls, timeout, errors, lambda done: self.is_enough({asked[n] for n in done}, False)
+            calls, longest, errors, lambda done: self.is_enough({asked[n] for n in done}, False)
         )
         found: list[tuple[torch.Tensor, ...] | None] = [None] * len(self.calls)
         for n, outcome, error in zip(asked, outcomes, errors, strict=True):
             self.grad_failed[n] = error
-            self.client.counts["gradients lost"] += error is not None
+            self.calls[n].client.counts["gradients lost"] += error is not None
             found[n] = None if outcome is None else outcome.tensors
         return found
 
@@ -220,11 +228,9 @@ class RemoteExpert(nn.Module):
         An expert with several outputs returns a tuple.
         """
         # the schema is fetched before the first call, and then needed only to order keywords
-        settings = self.client.settings
         if keywords or self.handle.schema is None or self.handle.schema.keywords:
             inputs = self.schema().arrange(inputs, keywords, self.uid)
-        call = Call(self.handle, inputs)
-        (y,) = Batch(self.client, [call], settings.forward_timeout, settings.backward_timeout).run()
+        (y,) = Batch([Call(self.client, self.handle, inputs)]).run()
         assert y is not None and self.handle.schema is not None
         return self.handle.schema.split(y)
 
@@ -244,13 +250,13 @@ class RemoteExperts(nn.Module):
     forward(rows [R, D] sorted by expert, tokens_per_expert [E]) -> [R, D]. Each remote expert with rows is called once,
     all side by side; local experts compute after the answers. A remote expert that does not answer in time
     gives rows of zeros, gets no gradient, and counts as gone for a while (is_gone); LiveGate sends it no tokens then.
+    client: calls all of them; None: each RemoteExpert's own client does, with its credentials and settings.
     """
 
     def __init__(self, experts: Sequence[nn.Module], client: Client | None = None):
         super().__init__()
         self.members = nn.ModuleList(experts)
-        remote = [expert.client for expert in experts if isinstance(expert, RemoteExpert)]
-        self.client = client or (remote[0] if remote else Client())
+        self.client = client
         self.last_failed: dict[str, str] = {}  # uid: why, in the last forward that called remote experts
 
     def forward(self, rows: torch.Tensor, tokens_per_expert: torch.Tensor) -> torch.Tensor:
@@ -259,16 +265,14 @@ class RemoteExperts(nn.Module):
         # [tokens, D] an expert; rows of dropped choices lie behind all
         parts = rows[: sum(counts)].split(counts)
         calls = {
-            n: Call(expert.handle, (parts[n],))
+            n: Call(self.client or expert.client, expert.handle, (parts[n],))
             for n, expert in enumerate(self.members)
             if isinstance(expert, RemoteExpert) and parts[n].shape[0]
         }
         # 2. all calls at once; None for one that failed, or that returned other rows than its input has
         outputs: dict[int, torch.Tensor | None] = {}
         if calls:
-            settings = self.client.settings
-            timeouts = settings.forward_timeout, settings.backward_timeout
-            batch = Batch(self.client, list(calls.values()), *timeouts, tolerant=True)
+            batch = Batch(list(calls.values()), tolerant=True)
             fitting = batch.refuse_misfits(batch.run(), [call.inputs[0] for call in batch.calls])
             outputs |= zip(calls, fitting, strict=True)
             failures = zip(batch.calls, batch.failed, strict=True)

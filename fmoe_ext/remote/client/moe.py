@@ -98,13 +98,9 @@ class RemoteMixtureOfExperts(nn.Module):
             # a handle outlives the batch: it has the schema, the usual time, and what the expert has acknowledged
             handle = self._handles.setdefault(record.uid, self.client.handle(record.uid, record))
             handle.record = record
-            calls.append(Call(handle, (part.view(-1, *x.shape[1:]),)))
-        settings = self.client.settings
+            calls.append(Call(self.client, handle, (part.view(-1, *x.shape[1:]),)))
         batch = _KMinBatch(
-            self.client,
             calls,
-            settings.forward_timeout,
-            settings.backward_timeout,
             tolerant=True,
             grace=self.timeout_after_k_min,
             k_min=self.k_min,
