@@ -30,6 +30,7 @@ from fmoe_ext.checkpoint.files import (
     locked,
     made_folder,
     publish,
+    unfinished_of,
     unique,
 )
 from fmoe_ext.checkpoint.megatron import TRACKER, expert_layers, iteration_folder
@@ -198,6 +199,8 @@ def write_fastmoe(
     # Write under another name, a rank at a time
     num_bytes = sum(tensor.num_bytes for tensor in tensors.values())
     with made_folder(folder), explained(target, num_bytes), locked(folder / ".lock", f"writing {target}"):
+        for abandoned in unfinished_of(target):  # by killed processes: this one has the lock
+            shutil.rmtree(abandoned, ignore_errors=True)
         unfinished = target.with_name(f".{target.name}.{unique()}.tmp")
         try:
             for rank in range(num_ranks):

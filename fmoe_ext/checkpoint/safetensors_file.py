@@ -25,8 +25,10 @@ import torch
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import BLOCK, atomic_file, check_is_file, explained
 
-_NO_CHECKSUM = "0" * 64
 OURS = "fmoe_ext"  # key of the metadata in every file that we write
+_NO_CHECKSUM = "0" * 64
+_BEGIN = b'{"__metadata__":{"sha256":"'  # of our headers, then the checksum
+_CHECKSUM_AT = 8 + len(_BEGIN)
 DTYPES = MappingProxyType(
     {
         "F64": torch.float64,
@@ -139,9 +141,8 @@ def write_safetensors(
     # The header, whose checksum comes first in it
     path = Path(path)
     stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
-    header: dict[str, Any] = {
-        "__metadata__": {"sha256": _NO_CHECKSUM, "format": "pt", OURS: "{}", **(metadata or {})}
-    }
+    first = {"sha256": _NO_CHECKSUM, "format": "pt", OURS: "{}"}
+    header: dict[str, Any] = {"__metadata__": first | dict(metadata or {}) | {"sha256": _NO_CHECKSUM}}
     end = 0
     for name, tensor in stored.items():
         if tensor.dtype not in _NAMES:
@@ -165,8 +166,8 @@ def write_safetensors(
                 file.write(data)
                 if progress is not None:
                     progress(len(data))
-        file.seek(len(size))
-        file.write(text.replace(_NO_CHECKSUM.encode(), digest.hexdigest().encode(), 1))
+        file.seek(_CHECKSUM_AT)
+        file.write(digest.hexdigest().encode())
 
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
@@ -276,38 +277,42 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _digest_of(path: Path, checksum: str, progress: Callable[[int], Any] | None = None) -> tuple[str, bytes]:
-    """Return (SHA-256 of a file with zeros in place of its checksum, its header with these zeros)."""
+def _has_our_checksum(path: Path, metadata: Mapping[str, str]) -> bool:
+    """Return whether write_safetensors() put a checksum into a file; a "sha256" of others may mean anything."""
     with open(path, "rb") as file:
-        (num_header,) = struct.unpack("<Q", size := file.read(8))
-        text = file.read(num_header).replace(checksum.encode(), _NO_CHECKSUM.encode(), 1)
-        digest = hashlib.sha256(size + text)
+        head = file.read(_CHECKSUM_AT + len(_NO_CHECKSUM) + 1)
+    return OURS in metadata and head[8:_CHECKSUM_AT] == _BEGIN and head.endswith(b'"')
+
+
+def _digest_of(path: Path, progress: Callable[[int], Any] | None = None) -> tuple[str, str]:
+    """Return (SHA-256 of one of our files with zeros in place of its checksum, this checksum)."""
+    with open(path, "rb") as file:
+        digest = hashlib.sha256(file.read(_CHECKSUM_AT) + _NO_CHECKSUM.encode())
+        checksum = file.read(len(_NO_CHECKSUM)).decode(errors="replace")
         while block := file.read(BLOCK):
             digest.update(block)
             if progress is not None:
                 progress(len(block))
-    return digest.hexdigest(), text
+    return digest.hexdigest(), checksum
 
 
 def renew_checksum(path: Path) -> None:
-    """Compute and write the checksum anew, after tensors were changed in place; files without one stay as they are."""
-    expected = (_opened(path).metadata() or {}).get("sha256")
-    if expected is not None:
-        digest, text = _digest_of(path, expected)
+    """Compute and write the checksum anew, after tensors were changed in place; files of others stay as they are."""
+    if _has_our_checksum(path, _opened(path).metadata() or {}):
+        digest, _ = _digest_of(path)
         with open(path, "r+b") as file:
-            file.seek(8)
-            file.write(text.replace(_NO_CHECKSUM.encode(), digest.encode(), 1))
+            file.seek(_CHECKSUM_AT)
+            file.write(digest.encode())
 
 
 def verify_safetensors(path: Path, progress: Callable[[int], Any] | None = None) -> bool:
-    """Check the checksum of a file -> True if it has one; CheckpointError if it is wrong."""
+    """Check the checksum of a file -> True if it has one of ours; CheckpointError if it is wrong."""
     metadata = _opened(Path(path)).metadata() or {}
-    expected = metadata.get("sha256")
-    if expected is None:
-        if OURS in metadata:
+    if not _has_our_checksum(path, metadata):
+        if OURS in metadata and "sha256" not in metadata:
             raise CheckpointError(f"{path} is damaged: it has no checksum, but fmoe_ext wrote it with one")
         return False
-    digest, _ = _digest_of(path, expected, progress)
+    digest, expected = _digest_of(path, progress)
     if digest != expected:
-        raise CheckpointError(f"{path} is damaged: its SHA-256 is {digest}, expected {expected[:64]}")
+        raise CheckpointError(f"{path} is damaged: its SHA-256 is {digest}, expected {expected}")
     return True

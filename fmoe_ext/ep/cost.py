@@ -22,6 +22,7 @@ import torch.distributed as dist
 
 from fmoe_ext import _env, ops
 from fmoe_ext.ep.placement import find_nodes
+from fmoe_ext.ep.process_groups import backend_of
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ class Hardware:
         """
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group
-        device = torch.device("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        device = torch.device("cuda" if backend_of(group, "cuda") == "nccl" else "cpu")
         # 1. The links: to the ranks of this node, and to those of others.
         nodes = find_nodes(group)
         own = next(node for node in nodes if dist.get_rank(group) in node)

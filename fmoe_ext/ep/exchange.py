@@ -23,7 +23,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fmoe_ext.ep.process_groups import explained, find_group, use_timeout
+from fmoe_ext.ep.process_groups import backend_of, explained, find_group, use_timeout
 from fmoe_ext.ep.process_groups import register_group as register_group  # its name for users
 from fmoe_ext.ops import chooser
 from fmoe_ext.ops._autograd import custom_op, register_autograd
@@ -59,7 +59,7 @@ def start_exchange(
     """
     group = find_group(group_name)
     work = _start(outs, xs, send_splits, recv_splits, group)
-    return Transfer(work, xs[0].is_cuda and dist.get_backend(group) == "nccl")
+    return Transfer(work, backend_of(group, xs[0].device.type) == "nccl")
 
 
 def _start(
@@ -69,11 +69,11 @@ def _start(
     recv_splits: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Any:
-    """Start over a communicator of our own if the build has NCCL and the group's backend is NCCL; else over the group.
+    """Start over a communicator of our own if the build has NCCL and the group sends by it; else over the group.
 
     -> an object with wait() and is_completed().
     """
-    if xs[0].is_cuda and _C_nccl is not None and dist.get_backend(group) == "nccl":
+    if _C_nccl is not None and backend_of(group, xs[0].device.type) == "nccl":
         by_device, device = _nccl.setdefault(group, {}), xs[0].device
         if device not in by_device:
             by_device[device] = _NcclExchange(group, device)

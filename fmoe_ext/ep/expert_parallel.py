@@ -15,7 +15,7 @@ import torch.distributed as dist
 from fmoe_ext.ep.exchange import global_exchange
 from fmoe_ext.ep.node_exchange import NodeExchange
 from fmoe_ext.ep.placement import ExpertPlacement, Nodes, find_nodes
-from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, size_of
+from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, host_device, size_of
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ep.token_exchange import TokenExchange
 from fmoe_ext.ep.tuning import Tuner
@@ -44,7 +44,7 @@ class LoadCounter:
         total = self._counts.clone()
         self._counts.zero_()
         # a layer on the CPU may be in an NCCL group, which reduces on GPUs only
-        total = total.to("cuda" if dist.get_backend(group) == "nccl" else "cpu")
+        total = total.to(host_device(group))
         dist.all_reduce(total, group=group)
         return total.tolist()
 

@@ -93,6 +93,20 @@ def size_of(group: Group = None) -> int:
     return dist.get_world_size(find_group(register_group(group)))
 
 
+def backend_of(group: dist.ProcessGroup, device: str) -> str | None:
+    """Return the backend of a group for a type of device, as "nccl" for "cuda"; None if it has none.
+
+    dist.get_backend() says what the group was made with: "undefined" without a name, or all of "cpu:gloo,cuda:nccl".
+    """
+    backends = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    return backends.get(device)
+
+
+def host_device(group: dist.ProcessGroup) -> str:
+    """Return the device of tensors that the host reads after a collective call: "cuda" if the group has no other."""
+    return "cpu" if backend_of(group, "cpu") else "cuda"
+
+
 def next_layer_index(name: str) -> int:
     """Number a new layer on the group of this name: alike on all ranks that make their layers in one order."""
     return next(_layers.setdefault(find_group(name), itertools.count()))

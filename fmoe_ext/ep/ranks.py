@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext import ops
-from fmoe_ext.ep.process_groups import Group, find_group, register_group
+from fmoe_ext.ep.process_groups import Group, find_group, host_device, register_group
 from fmoe_ext.ops._autograd import custom_op, register_autograd, register_not_differentiable
 from fmoe_ext.ops.balanced_shares import NO_GRADIENT, balanced_shares
 from fmoe_ext.step import run_or_replay
@@ -40,7 +40,7 @@ class GroupRanks(_Members):
     def __init__(self, group: Group, num_copies: int = 1) -> None:
         super().__init__(group)
         self.num_copies = num_copies
-        self._device = "cuda" if dist.get_backend(find_group(self.group)) == "nccl" else "cpu"
+        self._device = host_device(find_group(self.group))
 
     def num_tokens(self, num_local_tokens: int) -> int:
         """Count the tokens of all ranks; a copy to the host."""

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.files import locked
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.check import check
@@ -64,6 +65,23 @@ def test_conversion_keeps_the_delta(made, to, tmp_path):
     original, back = (load_file(f / "adapter_model.safetensors") for f in (folder, tmp_path / "back"))
     assert original.keys() == back.keys()
     assert all(torch.equal(value, back[key]) for key, value in original.items())  # to the bit, rank included
+
+
+@pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
+def test_two_conversions_into_one_folder(made, tmp_path):
+    """What another process is writing stays; what a killed one has left goes."""
+    name, _, folder, expected, start = made
+    unfinished, out = tmp_path / ".out.1-abcd.tmp", tmp_path / "out"
+    unfinished.mkdir()
+    with (
+        locked(tmp_path / ".out.lock", "another conversion"),
+        pytest.raises(CheckpointError, match=r"converting into .*out: process \d+ on .* is doing so now"),
+    ):
+        convert(read_adapter(folder), "peft-0.19", out)
+    assert unfinished.exists() and not out.exists()
+    convert(read_adapter(folder), "peft-0.19", out)
+    assert_same(peft_weights(name, out), expected, start)
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_adapters_of_single_experts_load_in_peft(made, tmp_path):

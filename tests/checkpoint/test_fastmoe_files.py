@@ -208,3 +208,13 @@ def test_written_for_another_number_of_ranks(tmp_path):
     with pytest.raises(CheckpointError, match="4 experts cannot be divided over 3 ranks"):
         write_fastmoe(tmp_path, stored, num_ranks=3, iteration=8)
     assert checkpoint.read_fastmoe(tmp_path)[2] == 7
+
+
+def test_what_killed_conversions_left_is_removed(tmp_path):
+    dead, other = tmp_path / ".iter_0000007.1-abcd.tmp", tmp_path / ".iter_0000008.1-abcd.tmp"
+    for folder in (dead / "mp_rank_00", other):
+        folder.mkdir(parents=True)
+    stored = {name: StoredTensor.of(value) for name, value in random_model().state_dict().items()}
+    write_fastmoe(tmp_path, stored, iteration=7)
+    written = {"iter_0000007", "latest_checkpointed_iteration.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == written | {other.name}

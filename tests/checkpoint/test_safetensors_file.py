@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.safetensors_file import (
     DTYPES,
     StoredTensor,
     read_safetensors,
+    renew_checksum,
     verify_safetensors,
     write_safetensors,
 )
@@ -128,3 +129,34 @@ def test_damage_is_found(tmp_path, place, damage):
     ):
         checkpoint.load(path, model)
     assert all(torch.equal(value, before[key]) for key, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("sha256", ["abc", "0" * 63, "0" * 64, "\u00e9"])
+@pytest.mark.parametrize("copied", [{}, {"fmoe_ext": "{}"}], ids=["theirs", "with a copy of our metadata"])
+def test_sha256_of_others_is_not_ours(tmp_path, sha256, copied):
+    """Other programs note what they like under "sha256", and copy our metadata into files of other tensors."""
+    path, values = tmp_path / "x.safetensors", torch.arange(6, dtype=torch.uint8)
+    header = {
+        "__metadata__": {**copied, "sha256": sha256},
+        "a": {"dtype": "U8", "shape": [6], "data_offsets": [0, 6]},
+    }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    before = len(text).to_bytes(8, "little") + text + bytes(values.tolist())
+    path.write_bytes(before)
+    assert not verify_safetensors(path)
+    renew_checksum(path)
+    assert path.read_bytes() == before and torch.equal(load_file(path)["a"], values)
+
+
+def test_renewed_checksum(tmp_path):
+    path = tmp_path / "x.safetensors"
+    write_safetensors(path, {"a": torch.zeros(8, dtype=torch.uint8)}, {"sha256": "of the caller", "b": "c"})
+    assert verify_safetensors(path)
+    content = path.read_bytes()
+    path.write_bytes(content[:-1] + b"x")
+    with pytest.raises(CheckpointError, match="damaged: its SHA-256 is"):
+        verify_safetensors(path)
+    renew_checksum(path)
+    assert verify_safetensors(path) and load_file(path)["a"].tolist() == [0] * 7 + [ord("x")]
+    write_safetensors(tmp_path / "y.safetensors", load_file(path), {"b": "c"})
+    assert path.read_bytes() == (tmp_path / "y.safetensors").read_bytes()

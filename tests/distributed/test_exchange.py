@@ -1,15 +1,17 @@
 """exchange_counts and global_exchange against the definition: rank r's block p arrives as rank p's block r."""
 
 import dataclasses
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 
 from fmoe_ext.dispatch import combine, dispatch
+from fmoe_ext.ep import exchange
 from fmoe_ext.ep.exchange import exchange_counts, global_exchange
 from fmoe_ext.ep.expert_parallel import ExpertParallel
-from fmoe_ext.ep.process_groups import find_group, register_group
+from fmoe_ext.ep.process_groups import backend_of, find_group, host_device, register_group
 from fmoe_ext.routing import permute_rows, unpermute_rows
 from fmoe_ext.testing import DistributedError
 from tests.forked import run_python
@@ -239,3 +241,55 @@ def test_forward_over_ranks_dispatches_few_operators():
         assert counts[name][0] <= total, counts
         assert counts[name][1] <= without_views, counts
         assert counts[name][2] == 0, counts
+
+
+def backends_by_device():
+    # init_process_group() without a name makes "undefined", which is NCCL in builds of torch for CUDA
+    unnamed = ("undefined",) if torch.accelerator.current_accelerator() is None else ()
+    for text in ("gloo", "cpu:gloo", *unnamed):
+        group = dist.new_group(backend=text)
+        assert dist.get_backend(group) == text
+        assert (backend_of(group, "cpu"), host_device(group)) == ("gloo", "cpu")
+        assert backend_of(group, "cuda") == ("gloo" if text == "gloo" else None)
+        counts = torch.arange(dist.get_world_size())[:, None] + 10 * dist.get_rank()
+        expected = 10 * torch.arange(dist.get_world_size())[:, None] + dist.get_rank()
+        assert torch.equal(exchange_counts(counts, register_group(group)), expected)
+
+
+def test_backends_by_device(pool):
+    pool.run(backends_by_device, world_size=2)
+
+
+@pytest.mark.parametrize(
+    ("backends", "is_nccl", "host"),
+    [
+        ("cuda:nccl", True, "cuda"),
+        ("cpu:gloo,cuda:nccl", True, "cpu"),
+        ("cpu:gloo,cuda:gloo", False, "cpu"),
+        ("cpu:gloo", False, "cpu"),
+    ],
+)
+def test_own_communicator_wherever_cuda_has_nccl(monkeypatch, backends, is_nccl, host):
+    """dist.get_backend() says "nccl" only of groups that were made by this name alone."""
+
+    class Group:
+        pass
+
+    class Exchange:
+        def __init__(self, group, device):
+            pass
+
+        def start(self, outs, xs, send_splits, recv_splits):
+            return "over our communicator"
+
+    group = Group()
+    monkeypatch.setattr(dist, "get_backend", lambda group: "undefined")
+    monkeypatch.setattr(dist, "get_backend_config", lambda group: backends)
+    monkeypatch.setattr(dist, "all_to_all_single", lambda *args, **options: None)
+    monkeypatch.setattr(exchange, "find_group", lambda name: group)
+    monkeypatch.setattr(exchange, "_C_nccl", object())
+    monkeypatch.setattr(exchange, "_NcclExchange", Exchange)
+    monkeypatch.setattr(exchange, "Transfer", lambda work, over_nccl: (work, over_nccl))
+    x = SimpleNamespace(is_cuda=True, device=torch.device("cuda", 0), dtype=torch.float32)
+    work, over_nccl = exchange.start_exchange([x], [x], [1], [1], "")
+    assert (work == "over our communicator", over_nccl, host_device(group)) == (is_nccl, is_nccl, host)

@@ -29,10 +29,10 @@ from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.files import write_json
+from fmoe_ext.checkpoint.files import locked, made_folder, write_json
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
-from fmoe_ext.checkpoint.shards import new_folder
+from fmoe_ext.checkpoint.shards import check_is_free, new_folder
 from fmoe_ext.finetune.adapters.delta import half_rows, interleaves, lacks_gate, model_type
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
 from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGHTS, Adapter, Factors, Pair
@@ -87,7 +87,10 @@ def convert(
     tensors = dict(adapter.others)
     for layer, parts in layers.items():
         tensors |= write(adapter, layer, parts, layout, of_base)
-    with new_folder(Path(out)) as folder:
+    out = Path(out)
+    check_is_free(out)
+    lock = out.with_name(f".{out.name}.lock")
+    with made_folder(out.parent), locked(lock, f"converting into {out}"), new_folder(out) as folder:
         note = {"packing": layout.packing} if layout.form == "flat" else {}
         write_safetensors(folder / WEIGHTS, tensors, {OURS: json.dumps(note)})
         write_json(folder / CONFIG, config)
@@ -95,11 +98,9 @@ def convert(
             _check_by_peft(adapter, to, folder, of_base)
         model = config.get("base_model_name_or_path")
         facts = {"made from": shown(adapter.folder), "layers of experts": len(layers), "layout": to}
-        command = f"fmoe adapter convert {shown(adapter.folder)} --to {to} -o {Path(out).name}"
+        command = f"fmoe adapter convert {shown(adapter.folder)} --to {to} -o {out.name}"
         what = "A LoRA adapter of a model's experts, in another layout."
-        write_card(
-            folder, render_card(Path(out).name, what, model, facts, command, library="peft", tags=["lora"])
-        )
+        write_card(folder, render_card(out.name, what, model, facts, command, library="peft", tags=["lora"]))
 
 
 def _check_by_peft(adapter: Adapter, to: str, folder: Path, of_base: BaseExperts | None) -> None:
