@@ -69,7 +69,7 @@ def test_conversion_keeps_the_delta(made, to, tmp_path):
 
 @pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
 def test_two_conversions_into_one_folder(made, tmp_path):
-    """What another process is writing stays; what a killed one has left goes."""
+    """Keep what another process is writing, and remove what a killed one has left."""
     name, _, folder, expected, start = made
     unfinished, out = tmp_path / ".out.1-abcd.tmp", tmp_path / "out"
     unfinished.mkdir()

@@ -210,7 +210,7 @@ def test_written_for_another_number_of_ranks(tmp_path):
     assert checkpoint.read_fastmoe(tmp_path)[2] == 7
 
 
-def test_what_killed_conversions_left_is_removed(tmp_path):
+def test_folder_of_a_killed_conversion_is_removed(tmp_path):
     dead, other = tmp_path / ".iter_0000007.1-abcd.tmp", tmp_path / ".iter_0000008.1-abcd.tmp"
     for folder in (dead / "mp_rank_00", other):
         folder.mkdir(parents=True)
