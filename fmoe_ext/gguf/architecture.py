@@ -11,7 +11,9 @@ that must give its keys again. So a key that only config() reads stands in `read
 not have. The package gguf knows most names of tensors (in_checkpoints() translates to the names that it knows);
 transforms() has the others, and those whose values are arranged otherwise.
 
-To add one, write a subclass with what differs in a file of architectures/: it is found by being there.
+To add one, write a subclass with what differs in a file of architectures/: it is found by being there. Its page and
+tests are in docs/design.md, "What a change touches". A model type is exported under the first name that has it; a
+second name of one type is only read (also).
 """
 
 import functools

@@ -34,7 +34,8 @@ REFUSED = {
     "mistral3": ("ministral3", "Transformers' class for it has no experts"),
     "mistral4": (
         "mistral4",
-        f"{OPEN}a scale of queries by position, which llama.cpp's converter leaves out; YaRN by default",
+        f"{OPEN}a scale of queries by position, which llama.cpp's converter leaves out; YaRN by default, and "
+        "AutoModelForCausalLM of Transformers 5.20 does not know its configuration",
     ),
     "nomic-bert-moe": ("nomic_bert", "an encoder, and Transformers' class for it has no experts"),
     "phimoe": ("phimoe", "its router is SparseMixer, which llama.cpp computes as softmax"),

@@ -60,7 +60,6 @@ MORE = {
         {**MODELS["deepseek_v3, one group"], "q_lora_rank": None, "v_head_dim": 12},
     ),
 }
-# one model for each architecture, and the attributes that its keys alone can change
 # {model: what its file is read as alone, because the architecture has another model's name}
 ALONE = {"glm4_moe_lite": "DeepseekV3ForCausalLM", "solar_open": "Glm4MoeForCausalLM"}
 OF_DEEPSEEK = {
@@ -88,6 +87,7 @@ OF_GRANITE = {
     "logit_scale": "logits_scaling",
     "expert_shared_feed_forward_length": "shared_intermediate_size",
 }
+# one model for each architecture, and the attributes that its keys alone can change
 ARCHITECTURES = {
     "gemma4_text": {
         "attention.sliding_window": "sliding_window",
