@@ -15,6 +15,7 @@ had (lengths.py), and operators that the mode does not cover (coverage.py).
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
@@ -71,9 +72,10 @@ class Way:
             return f"FAILED     {self.name}: {self.error}"
         if self.ok:
             return f"equal      {self.name}"
+        share = math.floor(1000 * self.equal) / 10  # not 100.0 while one differs
         return (
-            f"DIFFERENT  {self.name}: {self.equal:.1%} of the log-probabilities have the same bits, KL {self.kl:.1e}, "
-            f"off by up to {self.largest:.1e}; they part in {self.first}"
+            f"DIFFERENT  {self.name}: {share}% of the log-probabilities have the same bits, KL {self.kl:.1e}, off by "
+            f"up to {self.largest:.1e}; they part in {self.first}"
         )
 
 

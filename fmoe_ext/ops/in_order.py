@@ -38,6 +38,7 @@ from fmoe_ext.ops.batch_invariant import cover_torch_functions, is_batch_invaria
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
 _MOST_LOGITS = 1 << 25  # of attention at once
+_ONE_PART = 32768  # numbers that torch gives to one thread (at::internal::GRAIN_SIZE)
 _is_compiling = torch.compiler.is_compiling  # looked up once: the mode asks at every call
 
 
@@ -67,6 +68,8 @@ def _is_covered(*tensors: Any) -> bool:
     """Return whether all are plain tensors of floats on the CPU; a subclass knows itself how it is multiplied."""
     for t in tensors:
         if type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" or not t.is_floating_point():
+            return False
+        if t.layout != torch.strided:  # a sparse one has products of its own, which the audit names
             return False
     return True
 
@@ -279,12 +282,12 @@ def _sum(func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
     dim = dim[0] if isinstance(dim, (tuple, list)) and len(dim) == 1 else dim
     if not _is_covered(input) or not isinstance(dim, int) or input.dim() == 0:
         return func(input, *args, **options)
-    if dim not in (-1, input.dim() - 1):
-        last = input.movedim(dim, -1).contiguous()
-        options = {**names, **options, "dim": -1}
-        y = func(last, **options)
-        return y.movedim(-1, dim) if options.get("keepdim") else y
-    return func(input.contiguous(), *args, **options)
+    last = input.movedim(dim, -1).contiguous()
+    options = {**names, **options, "dim": -1}
+    # torch divides one long row among its threads, but never a row of several
+    is_divided = last.shape[-1] == last.numel() >= _ONE_PART
+    y = func(torch.stack((last, last)), **options)[0] if is_divided else func(last, **options)
+    return y.movedim(-1, dim) if options.get("keepdim") else y
 
 
 _OF_NUMPY = MappingProxyType({"axis": "dim", "keepdims": "keepdim"})  # names that torch takes too
@@ -362,6 +365,50 @@ def _of_pairs(func: Any, a: Any, b: Any, **options: Any) -> Any:
     rest = whole_vectors(num) - num if num else 0
     a, b = (F.pad(t.expand(shape).reshape(-1), (0, rest)) if isinstance(t, Tensor) else t for t in (a, b))
     return func(a, b)[:num].view(shape)
+
+
+def _add(func: Any, input: Any, other: Any, *, alpha: Any = 1, **options: Any) -> Any:
+    """Compute input + alpha * other, or the difference, with a rounding of 16 bits at the end alone.
+
+    torch rounds alpha * other too for the elements after the last whole vector.
+    """
+    if alpha == 1 or options or not _is_covered(input, other) or input.itemsize > 2 < other.itemsize:
+        return func(input, other, alpha=alpha, **options)
+    wide = func(input.float(), other.float() * alpha)
+    return wide.to(torch.promote_types(input.dtype, other.dtype))
+
+
+def _add_to(func: Any, input: Any, other: Any, *, alpha: Any = 1) -> Any:
+    if alpha == 1 or not _is_covered(input, other):
+        return func(input, other, alpha=alpha)
+    out_of_place = torch.add if func is Tensor.add_ else torch.sub
+    return input.copy_(_add(out_of_place, input, other, alpha=alpha))
+
+
+def _multiply(func: Any, a: Any, b: Any, **options: Any) -> Any:
+    """Multiply complex numbers by products of their parts, which torch rounds otherwise in vectors than one by one."""
+    if not (isinstance(a, Tensor) and a.is_complex() or isinstance(b, Tensor) and b.is_complex()) or options:
+        return func(a, b, **options)
+    tensors = [t for t in (a, b) if isinstance(t, Tensor)]
+    if any(type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" for t in tensors):
+        return func(a, b)
+    (a_real, a_imag), (b_real, b_imag) = (
+        (t.real, t.imag) if isinstance(t, complex) or (isinstance(t, Tensor) and t.is_complex()) else (t, 0)
+        for t in (a, b)
+    )
+    real = a_real * b_real - a_imag * b_imag
+    imag = a_real * b_imag + a_imag * b_real
+    return torch.complex(real, imag)
+
+
+def _multiply_by(func: Any, input: Tensor, other: Any) -> Any:
+    is_complex = isinstance(input, Tensor) and input.is_complex()
+    return input.copy_(_multiply(torch.mul, input, other)) if is_complex else func(input, other)
+
+
+def _square(func: Any, input: Tensor, **options: Any) -> Any:
+    is_complex = isinstance(input, Tensor) and input.is_complex() and not options
+    return _multiply(torch.mul, input, input) if is_complex else func(input, **options)
 
 
 def _glu(func: Any, input: Tensor, dim: int = -1) -> Tensor:
@@ -460,6 +507,13 @@ REPLACEMENTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
             _of_pairs,
         ),
         F.glu: _glu,
+        **dict.fromkeys((torch.add, Tensor.add, torch.sub, Tensor.sub, torch.subtract, Tensor.subtract), _add),
+        **dict.fromkeys((Tensor.add_, Tensor.sub_, Tensor.subtract_), _add_to),
+        **dict.fromkeys(
+            (torch.mul, Tensor.mul, Tensor.__mul__, Tensor.__rmul__, torch.multiply, Tensor.multiply), _multiply
+        ),
+        **dict.fromkeys((Tensor.mul_, Tensor.__imul__, Tensor.multiply_), _multiply_by),
+        **dict.fromkeys((torch.square, Tensor.square), _square),
         **dict.fromkeys((torch.rsqrt, Tensor.rsqrt), _rsqrt),
         **dict.fromkeys((torch.pow, Tensor.pow, Tensor.__pow__), _power),
         Tensor.__rpow__: _power_of_number,

@@ -277,6 +277,7 @@ UNCOVERED = {
     "aten.bmm": scripted,
     "aten._softmax, computed by softmin": lambda x: nn.functional.softmin(x, -1),
     "aten.mean": lambda x: x.unflatten(-1, (6, 8)).mean((-1, -2))[..., None] + x,
+    "aten.angle": lambda x: torch.complex(x, x.cos()).angle(),
     "aten.atan2": lambda x: torch.ops.aten.atan2(x[..., :47], x[..., 1:]).repeat(1, 1, 2)[..., :48],
 }
 

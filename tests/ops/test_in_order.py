@@ -45,6 +45,11 @@ ELEMENTWISE = {
     "logaddexp2": lambda x: x.logaddexp2(2 * x),
     "logaddexp of a row": lambda x: torch.logaddexp(x, x.new_ones(1)),
     "glu": lambda x: F.glu(torch.cat((x, 2 * x), -1)),
+    "sum with a multiple": lambda x: torch.add(x, x.cos(), alpha=0.37),
+    "difference in place": lambda x: x.clone().sub_(x.cos(), alpha=0.37),
+    "complex product": lambda x: turned(x).real,
+    "complex product in place": lambda x: turned(x).mul_(turned(x)).imag,
+    "complex square": lambda x: turned(x).square().real,
     # left to torch
     "exp": torch.exp,
     "tanh": torch.tanh,
@@ -53,6 +58,14 @@ ELEMENTWISE = {
     "log": lambda x: (x.abs() + 0.1).log(),
     "relu2": lambda x: F.relu(x).square(),
 }
+
+
+def turned(x):
+    """Numbers turned by an angle, as rotary positions written with complex numbers are."""
+    x = x.float()
+    return torch.complex(x, 1 - x) * torch.polar(torch.ones_like(x), x)
+
+
 ROWS = {
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.pow(2).mean(-1, keepdim=True),
@@ -103,6 +116,23 @@ def test_functions_of_elements_that_threads_share(name):
                 torch.set_num_threads(number)
                 assert torch.equal(function(x), expected)
                 assert torch.equal(function(x[40_000:]), expected[40_000:])
+    finally:
+        torch.set_num_threads(threads)
+
+
+@pytest.mark.parametrize("name", ["sum", "mean"])
+def test_one_long_row_is_not_divided_among_threads(name):
+    rows, threads = randn(2, 70_001), torch.get_num_threads()
+    function = getattr(torch, name)
+    try:
+        torch.set_num_threads(2)
+        with batch_invariant():
+            expected = function(rows, -1)
+            for i, row in enumerate(rows):
+                assert torch.equal(function(row, -1), expected[i])
+                assert torch.equal(function(row[None], 1, keepdim=True), expected[i : i + 1, None])
+                assert torch.equal(function(row[:, None], 0), expected[i : i + 1])
+        torch.testing.assert_close(expected, function(rows, -1))
     finally:
         torch.set_num_threads(threads)
 
@@ -447,6 +477,12 @@ def test_every_way_to_call_a_function_is_that_of_torch():
             a.sum(axis=-1, keepdims=True),
             written,
             in_place,
+            torch.add(a, a.cos(), alpha=2),
+            (a[0] + 0j) * 2,
+            (a[0] + 0j) * a[1],
+            2j * (a[0] + 1j),
+            torch.mul(a[0], 1 + 2j),
+            a[0].clone().mul_(3),
         ]
 
     expected = results()
