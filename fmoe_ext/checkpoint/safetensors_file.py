@@ -118,7 +118,7 @@ def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
     for column in columns:
         if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
             raise CheckpointError(
-                f"the experts of {prefix} differ in shape: {[list(t.shape) for t in column]}"
+                f"the experts of {prefix} differ: {[(list(t.shape), t.dtype) for t in column]}"
             )
     num_rows = sum(column[0].shape[0] for column in columns)
     shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
@@ -179,11 +179,12 @@ def write_safetensors(
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, part by part; CheckpointError unless they make up the announced shape and dtype."""
-    num_rows = 0
     expected = tensor.shape or (1,)
+    num_rows, found = 0, f"{tensor.dtype} {[0, *expected[1:]]}"  # of parts so far
     for part in tensor.parts():
         value = part if part.dim() else part[None]
         num_rows += value.shape[0]
+        found = f"{value.dtype} {[num_rows, *value.shape[1:]]}"
         # checked before it is written: the header says already where each tensor ends
         if value.shape[1:] != expected[1:] or value.dtype != tensor.dtype or num_rows > expected[0]:
             break  # more or other rows than the header has room for
@@ -191,7 +192,6 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
     else:
         if num_rows == expected[0]:
             return
-    found = f"{value.dtype} {[num_rows, *value.shape[1:]]}"
     raise CheckpointError(f"{name} is {found}, but was announced as {tensor.dtype} {list(tensor.shape)}")
 
 
@@ -261,7 +261,8 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
         shape,
         dtype,
         lambda: read(begin, shape),
-        lambda first, end: read(begin + first * row, (end - first, *shape[1:])),
+        # up to the last row, as slices end there
+        lambda first, end: read(begin + first * row, (min(end, shape[0]) - first, *shape[1:])),
         place=(path, begin),
     )
 
