@@ -1,3 +1,7 @@
+// Argument checks of permute, unpermute and unpermute_backward, for every device. R rows in the order of the
+// experts, T tokens with K choices each: row_idx [R] has the flat choice t * K + k of a row, inverse [T, K]
+// the row of a choice; -1: padding, dropped. Values of indices are not checked here: the CPU raises for those
+// out of range, CUDA takes them for -1 (reading them would wait for the device).
 #pragma once
 
 #include <optional>
@@ -6,7 +10,6 @@
 
 namespace fmoe_ext {
 
-// What every device checks; the values of the indices are checked where they can be read.
 inline void check_routing(const Tensor& row_idx, const Tensor& inverse) {
   check_int32(row_idx, "row_idx");
   check_dim(row_idx, 1, "row_idx", "[R]");
@@ -14,6 +17,8 @@ inline void check_routing(const Tensor& row_idx, const Tensor& inverse) {
   check_dim(inverse, 2, "inverse", "[T, K]");
 }
 
+// x of any dtype: rows are copied as bytes. name: of x, for errors; unpermute_backward gives "grad_out",
+// which has the same shape.
 inline void check_permute(const Tensor& x, const Tensor& row_idx, const Tensor& inverse,
                           const char* name = "x") {
   check_routing(row_idx, inverse);

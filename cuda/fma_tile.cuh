@@ -1,5 +1,6 @@
-// The product of one thread block on float32 operands by fused multiply-adds: 16 x 16 threads, 8 x 8 elements
-// each. What is read of shared memory, 16 bytes at a time, is used eight times.
+// The product of one thread block on float32 operands by fused multiply-adds: 16 x 16 threads with 8 x 8
+// elements each: [128, 128]. tile_gemm.cuh chooses it for float32, TileRing (tile_operand.cuh) fills the
+// stages. What is read of shared memory, 16 bytes at a time, is used eight times.
 #pragma once
 
 #include "tile_operand.cuh"
@@ -7,16 +8,17 @@
 namespace fmoe_ext {
 
 struct FmaTileGemm : TileRing<float, FmaTileGemm> {
-  static constexpr int kBlocks = 1;  // at the same time on a multiprocessor
+  static constexpr int kBlocks = 1;  // that a multiprocessor must hold at once, for __launch_bounds__
   float acc[8][8] = {};
 
-  // Places of a thread, 4 x 8 in a warp: of the elements of its rows and columns four follow one another, and
-  // four lie 64 further on.
+  // Place of a thread among 16 along m and 16 along n; a warp covers 4 x 8 places. A place has eight rows
+  // (columns): 4 * place to 4 * place + 3, and the same 64 further on.
   __device__ static int place_m() { return threadIdx.x / 64 * 4 + threadIdx.x % 32 / 8; }
   __device__ static int place_n() { return threadIdx.x / 32 % 2 * 8 + threadIdx.x % 8; }
   __device__ static int element(int place, int i) { return i / 4 * 64 + place * 4 + i % 4; }
 
-  // v[i][j]: element i of an operand at k + j.
+  // Reads v[i][j], the element of row (column) element(place, i) at k + j; kAlongOuter: the rows of the stage
+  // run along the outer dimension, so a piece is four i of one k.
   template <bool kAlongOuter>
   __device__ __forceinline__ static void read(float (&v)[8][4], uint32_t operand, int place, int k) {
     using Operand = TileOperand<float, kAlongOuter>;
@@ -40,6 +42,7 @@ struct FmaTileGemm : TileRing<float, FmaTileGemm> {
   template <bool kAlongM, bool kAlongN>
   __device__ __forceinline__ void multiply_stage(uint32_t a, uint32_t b) {
     float sum[8][8] = {};
+    // not unrolled: as it is, the kernel takes all 255 registers of a thread
 #pragma unroll 1
     for (int k = 0; k < TileOperand<float, kAlongM>::kK; k += 4) {
       float x[8][4], y[8][4];
@@ -58,7 +61,8 @@ struct FmaTileGemm : TileRing<float, FmaTileGemm> {
       for (int j = 0; j < 8; ++j) acc[i][j] += sum[i][j];
   }
 
-  // out[i, j] = finish(i)(j, value) for i < rows and j < columns.
+  // out[i, j] = finish(i)(j, value) for i < rows and j < columns. finish and its result are also called for i
+  // and j outside, up to the tile's end, and must not read there.
   template <class Finish>
   __device__ __forceinline__ void store(float* out, int64_t stride, int64_t rows, int64_t columns,
                                         const Finish& finish) {

@@ -21,7 +21,7 @@ __device__ __forceinline__ uint32_t lane_offset(int outer, int k) {
 template <typename T>
 struct MmaTileGemm : TileRing<T, MmaTileGemm<T>> {
   using TileRing<T, MmaTileGemm>::ring;
-  static constexpr int kBlocks = 2;  // at the same time on a multiprocessor
+  static constexpr int kBlocks = 2;  // that a multiprocessor must hold at once, for __launch_bounds__
   float acc[4][4][4] = {};
 
   __device__ static int warp_row() { return threadIdx.x / 128 * 64; }
@@ -49,7 +49,8 @@ struct MmaTileGemm : TileRing<T, MmaTileGemm<T>> {
     }
   }
 
-  // out[i, j] = finish(i)(j, value) for i < rows and j < columns.
+  // out[i, j] = finish(i)(j, value) for i < rows and j < columns. finish and its result are also called for i
+  // and j outside, up to the tile's end, and must not read there.
   template <class Finish>
   __device__ __forceinline__ void store(T* out, int64_t stride, int64_t rows, int64_t columns,
                                         const Finish& finish) {

@@ -56,7 +56,8 @@ struct DoubleTileGemm {
     }
   }
 
-  // out[i, j] = finish(i)(j, value) for i < rows and j < columns.
+  // out[i, j] = finish(i)(j, value) for i < rows and j < columns. finish is also called for i outside, up to
+  // the tile's end, and must not read there.
   template <class Finish>
   __device__ void store(double* out, int64_t stride, int64_t rows, int64_t columns, const Finish& finish) {
 #pragma unroll

@@ -50,7 +50,7 @@ _NAMES = MappingProxyType({dtype: name for name, dtype in DTYPES.items()})
 
 
 class StoredTensor:
-    """A tensor that is not read yet, whose shape and dtype are known."""
+    """A tensor that is read when it is used. Shape and dtype are known before; rows are entries of dimension 0."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class StoredTensor:
         dtype: torch.dtype,
         read: Callable[[], torch.Tensor],  # fetches it
         rows: Callable[[int, int], torch.Tensor] | None = None,  # fetches rows [first, end) of it
-        # pieces, first rows first; by default the whole
+        # yields it in pieces [n, *], first rows first, so that a writer need not hold the whole
         parts: Callable[[], Iterator[torch.Tensor]] | None = None,
         # (file, offset) of its bytes, if they are in a file as they are
         place: tuple[Path, int] | None = None,
@@ -83,7 +83,7 @@ class StoredTensor:
 
 
 def as_stored(state_dict: Mapping[str, Any]) -> tuple[dict[str, StoredTensor], bool]:
-    """Make all values StoredTensors -> ({name: StoredTensor}, were some of them already)."""
+    """Make all values StoredTensors -> ({name: StoredTensor}, True if any was one already)."""
     lazy = any(isinstance(value, StoredTensor) for value in state_dict.values())
     return {name: StoredTensor.of(value) for name, value in state_dict.items()}, lazy
 
@@ -96,7 +96,10 @@ def as_given(tensors: dict[str, StoredTensor], lazy: bool) -> dict[str, Any]:
 def by_rows(
     tensor: StoredTensor, shape: tuple[int, ...], function: Callable[[torch.Tensor], torch.Tensor]
 ) -> StoredTensor:
-    """Apply, when the tensor is read, a function that works on any range of rows: an expert can be read alone."""
+    """Return function(tensor), computed when it is read.
+
+    The function must work on each range of rows alone, so that one expert can be read.
+    """
     return StoredTensor(
         shape,
         tensor.dtype,
@@ -115,7 +118,7 @@ def joined(prefix: str, *columns: list[StoredTensor]) -> StoredTensor:
     for column in columns:
         if any(t.shape != column[0].shape or t.dtype != column[0].dtype for t in column):
             raise CheckpointError(
-                f"the experts of {prefix} differ in shape: {[list(t.shape) for t in column]}"
+                f"the experts of {prefix} differ: {[(list(t.shape), t.dtype) for t in column]}"
             )
     num_rows = sum(column[0].shape[0] for column in columns)
     shape = (len(columns[0]), num_rows, *columns[0][0].shape[1:])
@@ -135,18 +138,22 @@ def write_safetensors(
 ) -> None:
     """Write {name: StoredTensor or tensor} to one file, in this order and one at a time; atomically.
 
-    metadata: {string: string} for the header. progress(bytes) is called after each tensor. Raises CheckpointError for
-    dtypes that the format does not have, and if the file system has no room.
+    metadata: {string: string} for the header. progress(bytes) is called after each part of a tensor. Raises
+    CheckpointError for dtypes that are not in DTYPES, for a tensor that is not what it announced, and if the file
+    system has no room.
     """
-    # The header, whose checksum comes first in it
     path = Path(path)
     stored = {name: StoredTensor.of(tensor) for name, tensor in tensors.items()}
+    # The checksum stands first: _CHECKSUM_AT
     first = {"sha256": _NO_CHECKSUM, "format": "pt", OURS: "{}"}
     header: dict[str, Any] = {"__metadata__": first | dict(metadata or {}) | {"sha256": _NO_CHECKSUM}}
     end = 0
     for name, tensor in stored.items():
         if tensor.dtype not in _NAMES:
-            raise CheckpointError(f"{path}: safetensors has no name for {tensor.dtype}, the dtype of {name}")
+            raise CheckpointError(
+                f"{path}: {name} has dtype {tensor.dtype}, which cannot be written here: "
+                f"{', '.join(map(str, _NAMES))} can"
+            )
         begin, end = end, end + tensor.num_bytes
         header[name] = {
             "dtype": _NAMES[tensor.dtype],
@@ -172,11 +179,12 @@ def write_safetensors(
 
 def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
     """Yield the bytes of a tensor, part by part; CheckpointError unless they make up the announced shape and dtype."""
-    num_rows = 0
     expected = tensor.shape or (1,)
+    num_rows, found = 0, f"{tensor.dtype} {[0, *expected[1:]]}"  # of parts so far
     for part in tensor.parts():
         value = part if part.dim() else part[None]
         num_rows += value.shape[0]
+        found = f"{value.dtype} {[num_rows, *value.shape[1:]]}"
         # checked before it is written: the header says already where each tensor ends
         if value.shape[1:] != expected[1:] or value.dtype != tensor.dtype or num_rows > expected[0]:
             break  # more or other rows than the header has room for
@@ -184,7 +192,6 @@ def _bytes_of(name: str, tensor: StoredTensor) -> Iterator[memoryview]:
     else:
         if num_rows == expected[0]:
             return
-    found = f"{value.dtype} {[num_rows, *value.shape[1:]]}"
     raise CheckpointError(f"{name} is {found}, but was announced as {tensor.dtype} {list(tensor.shape)}")
 
 
@@ -207,7 +214,10 @@ def read_safetensors(path: Path) -> tuple[dict[str, StoredTensor], dict[str, str
 
         part = file.get_slice(name)
         if part.get_dtype() not in DTYPES:
-            raise CheckpointError(f"{path}: unknown dtype {part.get_dtype()} of {name}")
+            raise CheckpointError(
+                f"{path}: {name} has dtype {part.get_dtype()}, which cannot be read here: "
+                f"{', '.join(DTYPES)} can"
+            )
         return StoredTensor(part.get_shape(), DTYPES[part.get_dtype()], whole, rows)
 
     return {name: tensor_of(name) for name in file.keys()}, file.metadata() or {}  # noqa: SIM118
@@ -238,7 +248,7 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
         with open(path, "rb", buffering=0) as file:
             file.seek(at)
             view = memoryview(data)
-            # a read may be cut short, of over 2 GiB in any case
+            # the system may return fewer bytes than asked for, and never more than 2 GiB at once
             while view and (count := file.readinto(view)):
                 view = view[count:]
         if view:
@@ -251,7 +261,8 @@ def _at(path: Path, begin: int, shape: tuple[int, ...], dtype: torch.dtype) -> S
         shape,
         dtype,
         lambda: read(begin, shape),
-        lambda first, end: read(begin + first * row, (end - first, *shape[1:])),
+        # up to the last row, as slices end there
+        lambda first, end: read(begin + first * row, (min(end, shape[0]) - first, *shape[1:])),
         place=(path, begin),
     )
 

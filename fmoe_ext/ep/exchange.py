@@ -1,12 +1,15 @@
 """Exchange counts and rows between the ranks of a process group: the collectives under expert parallelism.
 
-First the ranks tell each other how many rows come (exchange_counts), then the rows travel (global_exchange, or
-start_exchange and wait for rows that overlap with computation). All go through _start(), in one of two ways:
+First the ranks tell each other how many rows come (exchange_counts), then the rows travel. The layers call
+start_exchange() and wait(), and have a backward of their own (schedule.py, traced.py). global_exchange() does both at
+once and is differentiable, for FastMoE's interface and for moving experts. All go through _start(), in one of two ways:
 
 * over the process group, a collective for each tensor;
 * over NCCL by a communicator and a stream of our own, in builds with USE_NCCL=1, all tensors in one group of calls.
-  torch's NCCL groups queue every collective of a group on one stream. An exchange takes _NCCL_SMS thread blocks, which
-  our products leave free meanwhile (ops/chooser.py).
+  torch queues every collective of a group on one stream, so that rows would wait behind other collectives.
+
+What start_exchange() sends over NCCL, in either way, takes thread blocks of SMs; our products leave _NCCL_SMS of them
+free meanwhile (ops/chooser.py).
 
 An exchange that has started is a Transfer. Before a thread waits for one, it may let another microbatch compute
 (while_waiting, which pipeline/overlap.py uses).
@@ -33,7 +36,7 @@ try:
 except ImportError:
     _C_nccl = None
 
-# Every backend knows these; other rows travel as bytes.
+# Dtypes that every backend can send; rows of others are viewed as bytes.
 _DTYPES_OF_BACKENDS = (torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int32)
 
 # Our communicators, made at a group's first exchange on a device, which is collective.
@@ -41,7 +44,8 @@ _nccl: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[torch.device, "_NcclExc
     weakref.WeakKeyDictionary()
 )
 
-# Thread blocks, one an SM, that an exchange over NCCL may take; products leave it this many SMs.
+# Thread blocks, one an SM, that our communicator takes; products leave as many SMs free for torch's NCCL, which may
+# take more.
 _NCCL_SMS = 16
 
 
@@ -119,14 +123,14 @@ class _Turns:
     taken: int = 0  # calls so far
 
 
-_turns: ContextVar[_Turns | None] = ContextVar("what goes on meanwhile", default=None)
+_turns: ContextVar[_Turns | None] = ContextVar("turns of this thread", default=None)
 
 
 @contextmanager
 def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
-    """Call go_on(), which lets others compute, before this thread waits for rows in the block.
+    """In the block, call go_on(), which lets other threads compute, before each wait for rows.
 
-    Not for rows that were under way already when it was called last: they have had time to come.
+    go_on() is not called for rows that were already under way at its last call: they have had time to come.
     """
     token = _turns.set(_Turns(go_on))
     try:
@@ -136,9 +140,9 @@ def while_waiting(go_on: Callable[[], None]) -> Iterator[None]:
 
 
 class Transfer:
-    """An exchange that has started, and the turn in which it did.
+    """An exchange that has started, and how many turns its thread had given away by then.
 
-    over_nccl: products that start before it ends, or before it is waited for, leave it some SMs.
+    over_nccl: products that start before it has ended and before it is waited for leave it some SMs.
     """
 
     def __init__(self, work: Any, over_nccl: bool = False):
@@ -158,7 +162,10 @@ class Transfer:
 
 
 def wait(transfers: Sequence[Transfer], group_name: str) -> None:
-    """Wait for what start_exchange() started; the error of a dead or absent rank says which group it was in."""
+    """Wait for what start_exchange() started; the error of a dead or absent rank says which group it was in.
+
+    Before it waits, it may give a turn to another thread (while_waiting).
+    """
     turns = _turns.get()
     if turns is not None and any(transfer.is_new(turns) for transfer in transfers):
         turns.taken += 1
@@ -169,9 +176,10 @@ def wait(transfers: Sequence[Transfer], group_name: str) -> None:
 
 
 def check(group_name: str) -> None:
-    """Raise RuntimeError if an exchange in the group was aborted; call it before the host uses what came.
+    """Raise RuntimeError if an exchange over our own communicator of the group was aborted; else do nothing.
 
-    After an abort a copy to the host returns as after a success, with whatever was in the buffer.
+    Call it before the host uses what came: after an abort a copy to the host returns as after a success, with whatever
+    was in the buffer. Without a communicator of our own, torch reports what its own collectives find.
     """
     group = find_group(group_name)
     for exchange in _nccl.get(group, {}).values():
@@ -180,7 +188,10 @@ def check(group_name: str) -> None:
 
 
 class _NcclExchange:
-    """A communicator and a stream of our own for one group and device."""
+    """A communicator and a stream of our own for one group and device.
+
+    The ranks make it together: the constructor is a collective call.
+    """
 
     def __init__(self, group, device):
         ids = [_C_nccl.make_unique_id() if dist.get_rank(group) == 0 else None]

@@ -26,7 +26,7 @@ def permute(x: torch.Tensor, row_idx: torch.Tensor, inverse: torch.Tensor) -> to
     """Copy rows of x to expert-major order, bitwise; padding rows (row_idx -1) are zero.
 
     x [T, D] of any dtype; row_idx [R] int32 and inverse [T, K] int32 as sort_tokens returns them -> [R, D].
-    Raises RuntimeError for entries of row_idx outside [-1, T * K).
+    Raises RuntimeError for entries of row_idx outside [-1, T * K) on the CPU; on CUDA such an entry counts as -1.
     Equivalent to: x[row_idx // K]. Its gradient is unpermute without weights. FastMoE: local_scatter.
 
     Example:
@@ -50,7 +50,7 @@ def unpermute(
     y [R, D] float64, float32, bfloat16 or float16; row_idx [R] and inverse [T, K] int32 as sort_tokens
     returns them, -1 for dropped choices; topk_weights [T, K] float32 or of the dtype of y
     -> [T, D], summed in float32 (float64 for float64) in the order of k.
-    Raises RuntimeError for entries of inverse outside [-1, R).
+    Raises RuntimeError for entries of inverse outside [-1, R) on the CPU; on CUDA such an entry counts as -1.
     Equivalent to: (y[inverse] * topk_weights.unsqueeze(-1)).sum(1). FastMoE: local_gather, weighted.
 
     Example:

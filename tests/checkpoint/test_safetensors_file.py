@@ -12,7 +12,9 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import (
     DTYPES,
     StoredTensor,
+    joined,
     read_safetensors,
+    read_unmapped,
     renew_checksum,
     verify_safetensors,
     write_safetensors,
@@ -61,6 +63,18 @@ def test_we_read_what_the_library_writes(tmp_path):
     assert not verify_safetensors(path)  # has no checksum
 
 
+@pytest.mark.parametrize("read", [read_safetensors, read_unmapped])
+def test_rows_end_with_the_tensor(tmp_path, read):
+    save_file({"a": torch.arange(6.0).view(3, 2), "b": torch.ones(4)}, tmp_path / "x.safetensors")
+    assert read(tmp_path / "x.safetensors")[0]["a"].rows(2, 5).tolist() == [[4, 5]]
+
+
+def test_joined_experts_differ_by_dtype():
+    columns = [StoredTensor.of(torch.ones(2, 3, dtype=dtype)) for dtype in (torch.float32, torch.bfloat16)]
+    with pytest.raises(CheckpointError, match=r"of mlp differ: .*torch\.float32.*torch\.bfloat16"):
+        joined("mlp", columns)
+
+
 def test_tensors_are_fetched_one_at_a_time(tmp_path):
     alive = []
 
@@ -79,10 +93,17 @@ def test_failed_write_leaves_the_old_file(tmp_path):
     write_safetensors(path, {"a": torch.ones(2)})
     for bad, text in (
         (
+            StoredTensor((3,), torch.float32, lambda: torch.ones(3), parts=lambda: iter(())),
+            r"a is torch.float32 \[0\], but was announced",
+        ),
+        (
             StoredTensor((3,), torch.float32, lambda: torch.ones(2)),
             r"a is torch.float32 \[2\], but was announced",
         ),
-        (torch.ones(2, dtype=torch.complex64), "no name for torch.complex64, the dtype of a"),
+        (
+            torch.ones(2, dtype=torch.complex64),
+            "a has dtype torch.complex64, which cannot be written here: torch.float64, ",
+        ),
     ):
         with pytest.raises(CheckpointError, match=text):
             write_safetensors(path, {"a": bad})

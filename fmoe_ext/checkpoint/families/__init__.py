@@ -2,6 +2,8 @@
 
 A file has one kind of MoE layer and the model types that are variants of it; plain.py has those that need no code of
 their own, family.py says what a family is, and refused.py has types that are not read. docs/formats.md has the table.
+
+huggingface.py recognises a layer of a state dict by the tables below: each holds the names that any known layout has.
 """
 
 import importlib
@@ -26,7 +28,7 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         )
     }
 )
-# How files name and shape the tensors; "fused" as modules of Transformers have them
+# How files name and shape the tensors; "fused": the default of Layout, which most modules of Transformers have
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {"fused": Layout(), **{name: family.files for name, family in FAMILIES.items()}}
 )
@@ -36,21 +38,27 @@ _KNOWN = tuple(chain.from_iterable((family.files, family.in_modules) for family 
 
 
 def names_of(field: str) -> list[Any]:
-    """Return every value that a field has in a known layout, except "" and None."""
+    """Return all values of a field of Layout over the known layouts, sorted, without "" and None."""
     return sorted({getattr(layout, field) for layout in _KNOWN} - {"", None})
 
 
-GATE_NAMES = tuple(names_of("gate"))
-BLOCKS = tuple(names_of("block"))
-PER_EXPERT = tuple(names_of("per_expert"))
+GATE_NAMES = tuple(names_of("gate"))  # of the router's module: "gate", "router.proj", ...
+BLOCKS = tuple(names_of("block"))  # of the MoE layer in a decoder layer: "mlp", "ffn", ...
+PER_EXPERT = tuple(names_of("per_expert"))  # (gate, up, down) of experts.<e>
+# (gate and up, down) of all experts in two tensors
 STACKED = tuple(sorted({layout.experts for layout in _KNOWN if layout.gated}))
+# (up, down) of all experts, without a gate
 UNGATED = tuple(sorted({layout.experts for layout in _KNOWN if not layout.gated}))
-# Three weights first: two of them look like experts without a gate
+# Names of three weights before names of two: up and down of gated experts look like experts without a gate
 SHARED_NAMES = tuple(sorted(names_of("shared_names"), key=lambda names: (-len(names), names)))
-# {gate: our layer in the decoder layer} of layouts whose tensors are a decoder layer's
+# {name of the gate: name that our layer gets}, for layouts that keep router and experts in the decoder layer itself
+# (Gemma 4)
 PLACES = MappingProxyType({layout.gate: layout.place for layout in _KNOWN if layout.place})
 
 
 def formats_for(model_type: str) -> tuple[str, ...]:
-    """Return the families that hold models of a type, once their MLPs are MoE layers."""
+    """Return the names of the families that models of a type can be exported as, once their MLPs are MoE layers.
+
+    formats_for("llama") has "mixtral" and "qwen2_moe".
+    """
     return tuple(name for name, family in FAMILIES.items() if model_type in family.holds)
