@@ -9,8 +9,12 @@ values from another keeps that one.
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any
+
+import torch
+from torch import nn
 
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.checkpoint.families import FAMILIES
@@ -72,12 +76,67 @@ _SOURCE_LAYERS = "kv_source_layers"  # for each layer the one whose keys and val
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
-def shrunk_config(config: Any) -> Any:
+def shrunk_config(config: Any, build: Callable[[Any], nn.Module] | None = None) -> Any:
     """Return a copy with every size at most what SIZES says, and one layer of each kind.
 
     Sizes that differ between layers stay different, in the same order: the smallest becomes what SIZES
-    says, the next one twice that. Raises AuditError for more than _MOST_LAYERS kinds.
+    says, the next one twice that. build: configuration -> model, called on the meta device to compare the layers of
+    the large and the small model; without it, kinds that no list of the configuration shows may be lost. Raises
+    AuditError for more than _MOST_LAYERS kinds, and for layers that stay lost with that many layers.
     """
+    small = _with_first_layers(config, 0)
+    if build is None:
+        return small
+    layers = _layers_of(build, config)
+    lost = _lost_layers(layers, _layers_of(build, small))
+    if not lost:
+        return small
+    # A model may compute the kind of a layer from its number (decoder_sparse_step, attn_layer_period): layers that
+    # begin the large model have the same numbers in the small one.
+    needed = 1 + max(lost.values())
+    if needed <= _MOST_LAYERS:
+        small = _with_first_layers(config, needed)
+        lost = _lost_layers(layers, _layers_of(build, small))
+    if lost:
+        kinds = []
+        for (name, kind), first in lost.items():
+            others = kind - frozenset.intersection(*layers[name])  # what not every layer has
+            kinds.append(f"{name}.{first} with {', '.join(sorted(others))}")
+        raise AuditError(
+            f"a small model of {type(config).__name__} has at most {_MOST_LAYERS} layers and would lose "
+            f"{'; '.join(kinds)}: give file.py:function that builds one"
+        )
+    return small
+
+
+def _layers_of(build: Callable[[Any], nn.Module], config: Any) -> dict[str, list[frozenset[str]]]:
+    """Build a model without memory -> {name of a list of layers: for each layer the classes of its modules}."""
+    config = copy.deepcopy(config)
+    config._attn_implementation = config._experts_implementation = "eager"  # as in the small one
+    with torch.device("meta"):
+        model = build(config)
+    layers: dict[str, list[frozenset[str]]] = {}
+    for name, module in model.named_modules():
+        # lists in a layer, of experts say, count as parts of the layer
+        if isinstance(module, nn.ModuleList) and not name.startswith(tuple(f"{outer}." for outer in layers)):
+            layers[name] = [frozenset(type(part).__name__ for part in layer.modules()) for layer in module]
+    return layers
+
+
+def _lost_layers(
+    large: dict[str, list[frozenset[str]]], small: dict[str, list[frozenset[str]]]
+) -> dict[tuple[str, frozenset[str]], int]:
+    """-> {(list, kind): number of the first such layer in the large model} for the kinds that the small one lacks."""
+    return {
+        (name, kind): kinds.index(kind)
+        for name, kinds in large.items()
+        for kind in kinds
+        if kind not in small.get(name, [])
+    }
+
+
+def _with_first_layers(config: Any, num_first: int) -> Any:
+    """Return a small copy with the first layer of each kind that the configuration shows, and the first num_first."""
     small = copy.deepcopy(config)
     # For each layer the attributes that are its own (Transformers' per_layer_config); empty if there are none.
     overrides: list[dict[str, Any]] = []
@@ -93,7 +152,7 @@ def shrunk_config(config: Any) -> Any:
         for layer in (overrides or [{}])
     )
     if isinstance(getattr(small, "num_hidden_layers", None), int):
-        overrides = _keep_layers(small, overrides)
+        overrides = _keep_layers(small, overrides, num_first)
     for name in SIZES:
         _shrink(small, name, overrides)
     for name in _TOKENS:
@@ -125,8 +184,8 @@ def _of(config: Any, layer: dict[str, Any], name: str, default: Any) -> Any:
     return layer.get(name, getattr(config, name, default))
 
 
-def _keep_layers(small: Any, overrides: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Cut the configuration to the first layer of each kind; return the kept layers' overrides."""
+def _keep_layers(small: Any, overrides: list[dict[str, Any]], num_first: int) -> list[dict[str, Any]]:
+    """Cut the configuration to the first layer of each kind and num_first; return the kept layers' overrides."""
     layers = range(small.num_hidden_layers)
     of_layers = {
         name: list(value)
@@ -159,6 +218,7 @@ def _keep_layers(small: Any, overrides: list[dict[str, Any]]) -> list[dict[str, 
             f"{type(small).__name__} has {len(kept)} kinds of layers, which differ in {', '.join(marks)}; a small "
             f"model has at most {_MOST_LAYERS} layers: give file.py:function that builds one"
         )
+    kept |= set(layers[:num_first])
     if sources:
         kept |= {sources[i] for i in kept}
     kept |= set([i for i in layers if i not in kept][: max(_LAYERS - len(kept), 0)])

@@ -101,7 +101,7 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
         recipe = what
     elif isinstance(what, nn.Module) and is_of_transformers(what):
-        small = shrunk_config(what.config)
+        small = shrunk_config(what.config, type(what))
         with_positions = "position_ids" in inspect.signature(what.forward).parameters
         defaults: dict[str, Any] = {
             "build": FromConfig(type(what), small),
