@@ -265,11 +265,11 @@ def _is_size(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def smallest_vocabulary(config: Any) -> int:
-    """Return vocab_size of a configuration; raise AuditError where it has none."""
+def vocabulary_of(config: Any, remedy: str) -> int:
+    """Return vocab_size of a configuration; where it has none, raise AuditError that ends with the remedy."""
     size = getattr(config, "vocab_size", None)
     if not isinstance(size, int):
         raise AuditError(
-            f"{type(config).__name__} has no vocab_size, so that no batch can be made for it: give batch= and loss="
+            f"{type(config).__name__} has no vocab_size, so that no tokens can be drawn for it: {remedy}"
         )
     return size
