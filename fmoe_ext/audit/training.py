@@ -140,30 +140,38 @@ def look_closely(start: Truth, first: Truth, drawing: Iterable[str]) -> Facts:
 
 @contextmanager
 def watch_draws(model: nn.Module) -> Iterator[Mapping[str, None]]:
-    """Collect the names of the innermost modules whose forwards draw from torch's generator of the CPU.
+    """Collect the names of the modules whose own forwards draw from torch's generator of the CPU.
 
-    No two layouts draw the same numbers, so that they differ without a mistake.
+    Layouts draw different numbers, so they may differ though nothing is wrong; a report names these modules beside a
+    failure.
     """
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     found: dict[str, None] = {}
-    running: list[tuple[torch.Tensor, int]] = []
-    num_draws = 0
+    running: list[str] = []  # the innermost last
+    state = torch.get_rng_state()
+
+    def look() -> None:
+        """Name the innermost running module if the generator has moved since a module last began or ended."""
+        nonlocal state
+        before, state = state, torch.get_rng_state()
+        if running and not torch.equal(before, state):
+            found[running[-1]] = None
 
     def enter(module: nn.Module, _: Any) -> None:
         if module in names:
-            running.append((torch.get_rng_state(), num_draws))
+            look()
+            running.append(names[module])
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        nonlocal num_draws
-        if module not in names:
-            return
-        state, num_before = running.pop()
-        if num_draws == num_before and not torch.equal(state, torch.get_rng_state()):
-            found[names[module]] = None
-            num_draws += 1
+        if module in names:
+            look()
+            running.pop()
 
-    # not the modules' own hooks: with those, experts would run in another way
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    # global hooks: experts with hooks of their own would take another path
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),  # a model may catch what a module raises
+    ]
     try:
         yield found
     finally:

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from torch import nn
 import fmoe_ext
 from fmoe_ext import testing
 from fmoe_ext.audit import AuditError, Layout, Recipe
+from fmoe_ext.audit.training import watch_draws
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,6 +156,35 @@ def test_bad_input():
     fails(models.RECIPE, "leave_out names 'pp', but what can be left out is", leave_out={"pp": "none"})
     fails(models.RECIPE, "steps must be at least 1", steps=0)
     fails(models.RECIPE, "timeout must be more than 0 seconds, but got 0", timeout=0)
+
+
+class Noisy(nn.Module):
+    """Draws outside a dropout, around a module that raises where it is tried."""
+
+    def __init__(self, broken=None):
+        super().__init__()
+        self.dropout, self.broken = nn.Dropout(), broken
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if self.broken is not None:
+            with suppress(RuntimeError):
+                self.broken(x)
+        return self.linear(self.dropout(x) + torch.rand_like(x))
+
+
+def drawing(model):
+    with watch_draws(model) as found:
+        model(torch.ones(2, 2))
+    return list(found)
+
+
+def test_module_that_draws_beside_one_inside_it_is_named_too():
+    assert drawing(nn.Sequential(Noisy(), nn.Linear(2, 2))) == ["0.dropout", "0"]
+
+
+def test_module_that_raised_does_not_draw_what_others_do():
+    assert drawing(Noisy(nn.Linear(3, 2))) == ["dropout", "Noisy"]
 
 
 def test_random_numbers_are_named(pool):
