@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -108,6 +109,9 @@ class _Recorder:
             if not parts or (names is not None and name not in names):
                 continue
             values = list(parts.values())
+            # a part without samples in dimension 0 leaves a gap: the other quantities have to do
+            if any(a.rows and b.rows and a.rows[1] != b.rows[0] for a, b in pairwise(values)):
+                continue
             x = values[0].tensor if len(values) == 1 else torch.cat([value.tensor for value in values])
             first, last = values[0].rows, values[-1].rows
             rows = None if first is None or last is None else (first[0], last[1])

@@ -5,6 +5,7 @@ import sys
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import audit_models as models
 import audit_shared
@@ -16,7 +17,8 @@ from torch import nn
 import fmoe_ext
 from fmoe_ext import testing
 from fmoe_ext.audit import AuditError, Layout, Recipe
-from fmoe_ext.audit.training import watch_draws
+from fmoe_ext.audit.compare import Value
+from fmoe_ext.audit.training import _Recorder, watch_draws
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -156,6 +158,24 @@ def test_bad_input():
     fails(models.RECIPE, "leave_out names 'pp', but what can be left out is", leave_out={"pp": "none"})
     fails(models.RECIPE, "steps must be at least 1", steps=0)
     fails(models.RECIPE, "timeout must be more than 0 seconds, but got 0", timeout=0)
+
+
+def test_output_that_lacks_a_part_of_the_batch_is_not_compared():
+    """A module that pools the samples of one microbatch has no output to compare, and no infinite error."""
+    rows = iter([(0, 2), None, (4, 6), (0, 2), (2, 4), (4, 6)])
+    modules = {"pool": nn.Identity(), "whole": nn.Identity()}
+    parallel = SimpleNamespace(
+        modules=lambda: modules,
+        output=lambda x: None if (found := next(rows)) is None else Value(x, found),
+    )
+    recorder = _Recorder(parallel)
+    recorder.is_on = True
+    for module in modules.values():
+        for number in range(3):
+            module(torch.full((2, 1), float(number)))
+    taken = recorder.take(None)
+    assert taken.keys() == {"whole"} and taken["whole"].rows == (0, 6)
+    assert taken["whole"].tensor.flatten().tolist() == [0, 0, 1, 1, 2, 2]
 
 
 class Noisy(nn.Module):
