@@ -156,8 +156,10 @@ def _with_first_layers(config: Any, num_first: int) -> Any:
     for name in SIZES:
         _shrink(small, name, overrides)
     for name in _TOKENS:
-        token = getattr(small, name, None)
-        if isinstance(token, int) and token >= getattr(small, "vocab_size", token + 1):
+        token, size = getattr(small, name, None), getattr(small, "vocab_size", None)
+        if isinstance(token, (list, tuple)) and size is not None:
+            setattr(small, name, [one for one in token if one < size] or None)
+        elif isinstance(token, int) and size is not None and token >= size:
             setattr(small, name, None)
     if shares_no_heads:
         small.num_key_value_heads = small.num_attention_heads
@@ -190,7 +192,9 @@ def _keep_layers(small: Any, overrides: list[dict[str, Any]], num_first: int) ->
     of_layers = {
         name: list(value)
         for name, value in vars(small).items()
-        if isinstance(value, (list, tuple)) and len(value) == len(layers) and name not in _CHOSEN_LAYERS
+        if isinstance(value, (list, tuple))
+        and len(value) == len(layers)
+        and name not in {*_CHOSEN_LAYERS, *_TOKENS}
     }
     sources = of_layers.pop(_SOURCE_LAYERS, None)
     marks = {name: value for name, value in of_layers.items() if len({repr(entry) for entry in value}) > 1}
@@ -236,17 +240,11 @@ def _keep_layers(small: Any, overrides: list[dict[str, Any]], num_first: int) ->
 
 def _shrink(small: Any, name: str, overrides: list[dict[str, Any]]) -> None:
     """Make one size small wherever the configuration has it: as a number, a list of layers, or a layer's own."""
-    fields = [field for field in (name, *_SAME_SIZE.get(name, ())) if getattr(small, field, None) is not None]
-    values: set[int] = set()
-    for field in fields:
-        value = getattr(small, field)
-        values |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if _is_size(v)}
-    values |= {layer[name] for layer in overrides if _is_size(layer.get(name))}
+    fields, values = _sizes(small, name, overrides)
     smallest = SIZES[name]
     if name == "num_attention_heads":
-        smallest = max(
-            smallest, *(_of(small, layer, "num_key_value_heads", 0) or 0 for layer in [{}, *overrides])
-        )
+        # not fewer than heads of keys, which may have stayed or doubled
+        smallest = max({smallest} | _sizes(small, "num_key_value_heads", overrides)[1])
     if max(values, default=0) <= smallest:
         return
     to = {v: min(v, smallest) if len(values) == 1 else smallest << i for i, v in enumerate(sorted(values))}
@@ -259,6 +257,16 @@ def _shrink(small: Any, name: str, overrides: list[dict[str, Any]]) -> None:
     for layer in overrides:
         if _is_size(layer.get(name)):
             layer[name] = to[layer[name]]
+
+
+def _sizes(small: Any, name: str, overrides: list[dict[str, Any]]) -> tuple[list[str], set[int]]:
+    """-> (the fields that hold a size, its values in them and in layers' own)."""
+    fields = [field for field in (name, *_SAME_SIZE.get(name, ())) if getattr(small, field, None) is not None]
+    values: set[int] = set()
+    for field in fields:
+        value = getattr(small, field)
+        values |= {v for v in (value if isinstance(value, (list, tuple)) else [value]) if _is_size(v)}
+    return fields, values | {layer[name] for layer in overrides if _is_size(layer.get(name))}
 
 
 def _is_size(value: Any) -> bool:

@@ -85,6 +85,25 @@ def test_too_many_kinds_of_layers_are_refused_by_the_field_that_differs():
         shrunk_config(large)
 
 
+def test_heads_of_keys_as_a_list_by_layer_are_shrunk():
+    large = transformers.PreTrainedConfig(
+        num_hidden_layers=3, num_attention_heads=32, num_key_value_heads=[4, 8, 16], hidden_size=256
+    )
+    small = shrunk_config(large)
+    assert (small.num_key_value_heads, small.num_attention_heads) == ([2, 4, 8], 8)
+
+
+def test_heads_without_heads_of_keys_are_shrunk():
+    large = transformers.PreTrainedConfig(num_hidden_layers=2, num_attention_heads=32, hidden_size=256)
+    assert shrunk_config(large).num_attention_heads == 4
+
+
+@pytest.mark.parametrize(("eos", "left"), [([2, 50, 128009], [2, 50]), ([2, 3, 5], [2, 3, 5]), ([999], None)])
+def test_ends_of_a_text_beyond_the_small_vocabulary_go_and_are_no_kinds_of_layers(eos, left):
+    small = shrunk_config(transformers.MixtralConfig(num_hidden_layers=3, eos_token_id=eos))
+    assert (small.eos_token_id, small.num_hidden_layers) == (left, 2)
+
+
 def kinds(config):
     """Of each layer whether it has attention, and whether it has experts."""
     with torch.device("meta"):
