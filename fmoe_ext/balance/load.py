@@ -120,7 +120,8 @@ class LoadMonitor:
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
         experts that got no token in the last warn_after forwards.
         """
-        total = sum_over_ranks or (lambda counted: counted)
+        # of a copy: an all_reduce() writes into its argument
+        total = (lambda x: x) if sum_over_ranks is None else (lambda x: sum_over_ranks(x.clone()))
         layers = {}
         for name, counters in self.counters.items():
             # several calls of total() each, in one order: all ranks must call collect() with it
@@ -147,8 +148,6 @@ class LoadMonitor:
 
     def plot(self, path: str | Path) -> None:
         """Draw the history: the mean load of layers x experts as a heat map, and over the steps max/mean and cv."""
-        if not self.history:
-            raise RuntimeError("nothing to plot: call collect() first")
         draw(self.history, path)
 
     def remove(self) -> None:
@@ -171,6 +170,10 @@ class LoadMonitor:
             raise ValueError(
                 f"the state is of the gates {list(state['counters'])}, but the model has {list(self.counters)}"
             )
+        for name, saved in state["counters"].items():
+            ours, num = self.counters[name].tokens_per_expert, len(saved["tokens_per_expert"])
+            if num != len(ours):
+                raise ValueError(f"gate {name!r} has {len(ours)} experts, but the state is of {num}")
         for name, saved in state["counters"].items():
             for key in LayerCounters.NAMES:
                 getattr(self.counters[name], key).copy_(saved[key])
@@ -240,6 +243,8 @@ def write(record: Record, target: Any) -> None:
 
 def draw(history: Sequence[Record], path: str | Path) -> None:
     """Draw the picture of LoadMonitor.plot() from records, for example those that write() wrote to a file."""
+    if not history:
+        raise RuntimeError("nothing to plot: call collect() first")
     from matplotlib import colormaps  # optional: imported at its first use
     from matplotlib.figure import Figure
 
