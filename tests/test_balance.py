@@ -122,7 +122,7 @@ def test_warns_about_an_expert_without_tokens():
     run(model, times=2)
     monitor.collect()
     run(model)
-    with pytest.warns(UserWarning, match=r"gate '0': no token for the experts \[1\] in the last 3 steps"):
+    with pytest.warns(UserWarning, match=r"gate '0': no token for the experts \[1\] in the last 3 forwards"):
         monitor.collect()
     model[0].topk_idx = torch.tensor([[1, 1]])
     run(model)

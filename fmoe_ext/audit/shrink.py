@@ -1,9 +1,12 @@
-"""A configuration of Transformers made so small that an audit of it takes seconds.
+"""Shrink a configuration of Transformers, so that the audit and the doctor take seconds for a model of it.
 
-A small model must be one of the same kind. So one layer of each kind stays: layers are alike if every list that
-the configuration has an entry a layer in, every set of layers that it names, and every attribute of their own
-agree. A size that differs between layers keeps differing, in the same order, and a layer that takes its keys and
-values from another keeps that one.
+A small model must be one of the same kind. So one layer of each kind stays. Two layers are alike if they agree in every
+list of the configuration that has one entry for each layer, in every known field that lists or counts layers
+(_CHOSEN_LAYERS, _FIRST_LAYERS, _LAST_LAYERS), and in all attributes of their own (per_layer_config). Kinds that a model
+computes from a layer's number show when both models are built: if one is lost, all layers up to its first one stay.
+
+A size that differs between layers keeps differing, in the same order, and a layer that takes its keys and values from
+another keeps that one.
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ def _names(fact: str) -> list[str]:
     return sorted({family.config[fact] for family in FAMILIES.values() if fact in family.config})
 
 
-# What each size becomes, where the configuration has it and it is larger.
+# What each size becomes where it is larger; where layers differ, the smallest of their values (which so may grow).
 SIZES = MappingProxyType(
     {
         "hidden_size": 32,
@@ -64,20 +67,21 @@ _SAME_SIZE = MappingProxyType(
         "num_key_value_heads": ("swa_num_key_value_heads", "num_key_value_heads_per_layer"),
     }
 )
-_LAYERS, _MOST_LAYERS = 2, 8
-# Lists of numbers of layers.
+_LAYERS = 2  # at least, where one kind is all
+_MOST_LAYERS = 8  # kinds, and layers that begin the model
+# Fields that list some layers by their numbers.
 _CHOSEN_LAYERS = (
     *("mlp_only_layers", "moe_layers", "full_attn_idxs", "attn_layer_indices", "local_layer_ids"),
     *("ple_layer_ids", "cross_attention_layers"),
 )
-_FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")
-_LAST_LAYERS = ("num_kv_shared_layers",)
+_FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")  # how many at the beginning are special
+_LAST_LAYERS = ("num_kv_shared_layers",)  # how many at the end
 _SOURCE_LAYERS = "kv_source_layers"  # for each layer the one whose keys and values it takes
 _TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
 
 def shrunk_config(config: Any, build: Callable[[Any], nn.Module] | None = None) -> Any:
-    """Return a copy with every size at most what SIZES says, and one layer of each kind.
+    """Return a copy with small sizes (SIZES) and one layer of each kind.
 
     Sizes that differ between layers stay different, in the same order: the smallest becomes what SIZES
     says, the next one twice that. build: configuration -> model, called on the meta device to compare the layers of
@@ -146,7 +150,7 @@ def _with_first_layers(config: Any, num_first: int) -> Any:
             own = {name: getattr(layer, name) for name in names}
             overrides.append(own | ({"skip": layer.skip} if layer.skip else {}))
         small.per_layer_config = None
-    # Models with as many keys as queries may not take fewer: SIZES has 2 and 4.
+    # Some models have as many heads of keys as of queries and can have no fewer; SIZES has 2 and 4.
     shares_no_heads = all(
         _of(small, layer, "num_key_value_heads", 0) == _of(small, layer, "num_attention_heads", None)
         for layer in (overrides or [{}])
@@ -167,7 +171,7 @@ def _with_first_layers(config: Any, num_first: int) -> Any:
             if "num_attention_heads" in layer:
                 layer["num_key_value_heads"] = layer["num_attention_heads"]
     rope = getattr(small, "rope_parameters", None)
-    # frequencies of time, height and width: a half of a head
+    # mrope_section: how many frequencies belong to time, height and width; together half of a head
     if isinstance(rope, dict) and "mrope_section" in rope:
         size = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
         half = int(size * rope.get("partial_rotary_factor", 1)) // 2
@@ -247,6 +251,7 @@ def _shrink(small: Any, name: str, overrides: list[dict[str, Any]]) -> None:
         smallest = max({smallest} | _sizes(small, "num_key_value_heads", overrides)[1])
     if max(values, default=0) <= smallest:
         return
+    # one value: at most SIZES; several: SIZES, twice, four times that, in their order, so that they stay different
     to = {v: min(v, smallest) if len(values) == 1 else smallest << i for i, v in enumerate(sorted(values))}
     for field in fields:
         value = getattr(small, field)

@@ -99,7 +99,7 @@ def test_heads_without_heads_of_keys_are_shrunk():
 
 
 @pytest.mark.parametrize(("eos", "left"), [([2, 50, 128009], [2, 50]), ([2, 3, 5], [2, 3, 5]), ([999], None)])
-def test_ends_of_a_text_beyond_the_small_vocabulary_go_and_are_no_kinds_of_layers(eos, left):
+def test_ends_of_a_text_beyond_the_small_vocabulary_are_left_out(eos, left):
     small = shrunk_config(transformers.MixtralConfig(num_hidden_layers=3, eos_token_id=eos))
     assert (small.eos_token_id, small.num_hidden_layers) == (left, 2)
 
