@@ -57,9 +57,8 @@ def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step
         dist.all_gather_object(every, (parallel.share[0], own_loss))
         losses = {index: x for index, x in reversed(every) if x is not None}
         if own_loss is not None:
-            losses[parallel.share[0]] = (
-                own_loss  # ranks of one part may differ: each is compared with its own
-            )
+            # ranks of one part may differ: each is compared with its own
+            losses[parallel.share[0]] = own_loss
         loss = {"": Value(torch.stack(list(losses.values())).mean())} if losses else {}
         outputs = recorder.take(None if truth is None else truth[INSIDE].keys())
         step: Step = {"loss": loss, INSIDE: outputs}
