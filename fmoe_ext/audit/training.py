@@ -35,7 +35,7 @@ def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step
     parallel.prepare(plan)  # type: ignore[arg-type]
     known = None if truth is None else truth["parameter"].keys()
     yield {"parameter": _values(parallel, known, lambda name, p: p.detach())}
-    recorder = _Recorder(parallel)
+    recorder = Recorder(parallel)
     for number in range(plan.steps):
         torch.manual_seed(SEED + number)
         whole = {name: x.to(dtype) if x.is_floating_point() else x for name, x in start.batch(number).items()}
@@ -93,7 +93,7 @@ def _values(
     return values
 
 
-class _Recorder:
+class Recorder:
     """Keep the outputs of a rank's modules, once for each range of rows: a second forward of them is recomputation."""
 
     def __init__(self, parallel: Parallel) -> None:

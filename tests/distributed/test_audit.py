@@ -18,7 +18,7 @@ import fmoe_ext
 from fmoe_ext import testing
 from fmoe_ext.audit import AuditError, Layout, Recipe
 from fmoe_ext.audit.compare import Value
-from fmoe_ext.audit.training import _Recorder, watch_draws
+from fmoe_ext.audit.training import Recorder, watch_draws
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -168,7 +168,7 @@ def test_output_that_lacks_a_part_of_the_batch_is_not_compared():
         modules=lambda: modules,
         output=lambda x: None if (found := next(rows)) is None else Value(x, found),
     )
-    recorder = _Recorder(parallel)
+    recorder = Recorder(parallel)
     recorder.is_on = True
     for module in modules.values():
         for number in range(3):
