@@ -122,7 +122,7 @@ def test_warns_about_an_expert_without_tokens():
     run(model, times=2)
     monitor.collect()
     run(model)
-    with pytest.warns(UserWarning, match=r"gate '0': no token for the experts \[1\] in the last 3 steps"):
+    with pytest.warns(UserWarning, match=r"gate '0': no token for the experts \[1\] in the last 3 forwards"):
         monitor.collect()
     model[0].topk_idx = torch.tensor([[1, 1]])
     run(model)
@@ -150,6 +150,26 @@ def test_sum_over_ranks():
     layer = monitors[0].collect(sum_over_ranks=lambda x: x + next(values))["layers"]["0"]
     assert layer["tokens_per_expert"] == [2, 1]
     assert layer["dropped_share"] == pytest.approx(1 / 4)
+
+
+def test_sum_over_ranks_that_writes_into_its_argument_changes_no_counter():
+    model = nn.ModuleList([FixedGate(2, [[0], [1]])])
+    monitor = balance.watch(model)
+    run(model)
+    for _ in range(2):
+        record = monitor.collect(sum_over_ranks=lambda x: x.mul_(2), reset=False)
+        assert record["layers"]["0"]["tokens_per_expert"] == [2, 2]
+
+
+def test_state_of_a_gate_with_other_experts_is_refused_before_a_counter_changes():
+    model = nn.ModuleList([FixedGate(2, [[0], [1]]), FixedGate(4, [[0], [1]])])
+    monitor = balance.watch(model)
+    run(model)
+    for num in (1, 8):
+        other = balance.watch(nn.ModuleList([FixedGate(2, [[0]]), FixedGate(num, [[0]])]))
+        with pytest.raises(ValueError, match=f"gate '1' has 4 experts, but the state is of {num}"):
+            monitor.load_state_dict(other.state_dict())
+    assert monitor.counters["0"].tokens_per_expert.tolist() == [1, 1]
 
 
 def test_state_dict_continues_the_window():
@@ -279,5 +299,7 @@ def test_no_synchronisation():
 def test_rejects():
     with pytest.raises(ValueError, match="Linear has no gate"):
         balance.watch(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="nothing to plot: call collect"):
+        balance.draw([], "load.png")
     with pytest.raises(ValueError, match="warn_after must be at least 1, but got 0"):
         watch(2, [[0]], warn_after=0)

@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from fmoe_ext.audit.cases import DTYPES, SEED, AuditError
 from fmoe_ext.audit.compare import Step, Value
 from fmoe_ext.audit.recipe import Batch, make_optimizer, take
-from fmoe_ext.audit.shrink import smallest_vocabulary
+from fmoe_ext.audit.shrink import vocabulary_of
 from fmoe_ext.audit.source import RandomTokens, is_of_transformers, loss_of_transformers
 
 OF_EXPERTS = "_experts_implementation"  # in a configuration of Transformers
@@ -191,7 +191,8 @@ class PlanRecipe:
                 raise AuditError(
                     f"no batch can be made for {type(model).__name__}: give batch(step) -> dict of tensors"
                 )
-            batch = RandomTokens(smallest_vocabulary(getattr(config, "text_config", None) or config))
+            config = getattr(config, "text_config", None) or config
+            batch = RandomTokens(vocabulary_of(config, "give batch(step) -> dict of tensors"))
         # Transformers computes norms and routers in float32, whatever the dtype.
         usual = 1e-5 if self.dtype == "float32" or is_of_transformers(model) else 1e-12
         bound = usual if self.tolerance is None else self.tolerance

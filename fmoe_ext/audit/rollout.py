@@ -31,7 +31,7 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from fmoe_ext.audit.cases import SEED, AuditError
 from fmoe_ext.audit.coverage import Uncovered, uncovered_operators
 from fmoe_ext.audit.lengths import lengths_that_matter
-from fmoe_ext.audit.shrink import smallest_vocabulary
+from fmoe_ext.audit.shrink import vocabulary_of
 from fmoe_ext.audit.source import find, is_of_transformers
 from fmoe_ext.ops import batch_invariant
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
@@ -154,7 +154,7 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
         most = min(_MOST_TOKENS, _MOST_WORK // max(1, sum(p.numel() for p in model.parameters())))
         across = [length for length in lengths if NUM_TOKENS <= length <= most]
         generator = torch.Generator("cpu").manual_seed(SEED)
-        size = smallest_vocabulary(model.config)
+        size = vocabulary_of(model.config, "give tokens=, integers [B, L]")
         tokens = torch.randint(size, (NUM_TEXTS, NUM_TOKENS), generator=generator, device="cpu")
         if across:
             longer = torch.randint(size, (1, across[-1] + _AROUND), generator=generator, device="cpu")

@@ -20,7 +20,7 @@ from torch import nn
 from fmoe_ext._cli import reason
 from fmoe_ext.audit.cases import AuditError, Layout
 from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
-from fmoe_ext.audit.shrink import shrunk_config, smallest_vocabulary
+from fmoe_ext.audit.shrink import shrunk_config, vocabulary_of
 
 _NUM_SAMPLES, _SEQ_LEN = 12, 8  # of the batches that are made here
 
@@ -101,17 +101,19 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
         recipe = what
     elif isinstance(what, nn.Module) and is_of_transformers(what):
-        small = shrunk_config(what.config)
-        with_positions = "position_ids" in inspect.signature(what.forward).parameters
+        small = shrunk_config(what.config, type(what))
         defaults: dict[str, Any] = {
             "build": FromConfig(type(what), small),
-            "batch": RandomTokens(smallest_vocabulary(small), with_positions),
             "loss": loss_of_transformers,
             "leave_out": {
                 "ep": "Transformers' own experts are on one rank; fmoefy spreads them",
                 "left": "in float64 their eager attention has no number for a row that is masked whole",
             },
         }
+        if "batch" not in parts:
+            size = vocabulary_of(small, "give batch=, batch(step) -> dict of tensors")
+            with_positions = "position_ids" in inspect.signature(what.forward).parameters
+            defaults["batch"] = RandomTokens(size, with_positions)
         recipe = Recipe(**(defaults | parts))
     elif isinstance(what, nn.Module):
         try:

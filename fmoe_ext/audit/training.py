@@ -1,10 +1,15 @@
-"""The steps of a training on one rank: everything that it computes, under the names of the whole model."""
+"""Train for some steps and yield everything that each step computes, under the names of the whole model.
+
+run.py calls train() twice: in one process on the whole batch (the truth), then on every rank of a plan, whose steps it
+compares with the truth (compare.py). The facts at the end are of the one process alone.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -22,13 +27,15 @@ from fmoe_ext.audit.recipe import count_tokens
 def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step]:
     """Yield what each step computes on this rank; first the parameters before the first step.
 
-    truth: a step of one process, whose names and order count, so that all ranks make tensors whole in one order.
+    truth: a step of one process. All ranks go through its names in its order, since making a sharded tensor whole is a
+    collective. None in the one process itself.
     """
     parallel, dtype = start.parallel, getattr(torch, plan.dtype)
-    parallel.prepare(plan)  # type: ignore[arg-type]  # a case's Parallel asks its own Recipe
+    # A PlanRecipe; or a CasePlan, whose Parallel ignores the argument and asks its own Recipe.
+    parallel.prepare(plan)  # type: ignore[arg-type]
     known = None if truth is None else truth["parameter"].keys()
     yield {"parameter": _values(parallel, known, lambda name, p: p.detach())}
-    recorder = _Recorder(parallel)
+    recorder = Recorder(parallel)
     for number in range(plan.steps):
         torch.manual_seed(SEED + number)
         whole = {name: x.to(dtype) if x.is_floating_point() else x for name, x in start.batch(number).items()}
@@ -40,16 +47,18 @@ def train(plan: Plan, start: Start, truth: Truth | None = None) -> Iterator[Step
                 f"{num_parts} parts: let batch(step) return samples with equally many"
             )
         recorder.is_on = True
-        own = parallel.backward(plan, part)  # type: ignore[arg-type]
+        own_loss = parallel.backward(plan, part)  # type: ignore[arg-type]
         recorder.is_on = False
-        # The job's loss is the mean over the parts of the batch, each counted once: ranks may share one.
+        # The job's loss is the mean over the parts of the batch. Ranks that share a part count once; a rank that
+        # computes no loss sends None.
         every: list[Any] = [None] * dist.get_world_size()
-        if own is not None:
-            own = (own.full_tensor() if isinstance(own, DTensor) else own).double()
-        dist.all_gather_object(every, (parallel.share[0], own))
+        if own_loss is not None:
+            own_loss = (own_loss.full_tensor() if isinstance(own_loss, DTensor) else own_loss).double()
+        dist.all_gather_object(every, (parallel.share[0], own_loss))
         losses = {index: x for index, x in reversed(every) if x is not None}
-        if own is not None:
-            losses[parallel.share[0]] = own  # ranks of one part may differ: each is compared with its own
+        if own_loss is not None:
+            # ranks of one part may differ: each is compared with its own
+            losses[parallel.share[0]] = own_loss
         loss = {"": Value(torch.stack(list(losses.values())).mean())} if losses else {}
         outputs = recorder.take(None if truth is None else truth[INSIDE].keys())
         step: Step = {"loss": loss, INSIDE: outputs}
@@ -84,8 +93,8 @@ def _values(
     return values
 
 
-class _Recorder:
-    """The outputs of a rank's modules in the first forward of each part of the batch; later ones repeat it."""
+class Recorder:
+    """Keep the outputs of a rank's modules, once for each range of rows: a second forward of them is recomputation."""
 
     def __init__(self, parallel: Parallel) -> None:
         self.is_on = False
@@ -108,6 +117,9 @@ class _Recorder:
             if not parts or (names is not None and name not in names):
                 continue
             values = list(parts.values())
+            # a part without samples in dimension 0 leaves a gap: the other quantities have to do
+            if any(a.rows and b.rows and a.rows[1] != b.rows[0] for a, b in pairwise(values)):
+                continue
             x = values[0].tensor if len(values) == 1 else torch.cat([value.tensor for value in values])
             first, last = values[0].rows, values[-1].rows
             rows = None if first is None or last is None else (first[0], last[1])
@@ -117,22 +129,23 @@ class _Recorder:
 
 @dataclass
 class Facts:
-    """Facts about a training that one process alone shows."""
+    """Facts that the training in one process shows by itself, without a comparison."""
 
     clipped_apart: dict[str, float]  # {parameter: its factor}, where clipping scales not all gradients alike
-    usual_factor: float
-    not_updated: list[str]  # parameters with a gradient that no step of the optimizer moves
-    drawing: list[str]  # modules that draw random numbers
+    usual_factor: float  # by which clipping scales all other gradients
+    not_updated: list[str]  # parameters with a gradient that the first step of the optimizer does not move
+    drawing: list[str]  # modules that draw random numbers: a reason to differ that is no fault of the layout
 
 
 def look_closely(start: Truth, first: Truth, drawing: Iterable[str]) -> Facts:
-    """Find what clipping and the optimizer left out in the first step."""
+    """Find gradients that clipping scaled otherwise than the rest, and parameters that the first step did not move."""
     factors = {}
     for name, before in first["gradient"].items():
         if before.numel() and before.any():
             at = before.abs().argmax()
             factors[name] = (first["clipped"][name].flatten()[at] / before.flatten()[at]).item()
-    usual = min(factors.values(), default=1.0)  # whatever is left out is scaled least
+    # a gradient that clipping leaves out keeps a factor nearer to 1
+    usual = min(factors.values(), default=1.0)
     apart = {name: factor for name, factor in factors.items() if abs(factor - usual) > 1e-6 * abs(usual)}
     still = [name for name in factors if torch.equal(start["parameter"][name], first["parameter"][name])]
     return Facts(apart, usual, still, list(drawing))
@@ -140,30 +153,38 @@ def look_closely(start: Truth, first: Truth, drawing: Iterable[str]) -> Facts:
 
 @contextmanager
 def watch_draws(model: nn.Module) -> Iterator[Mapping[str, None]]:
-    """Collect the names of the innermost modules whose forwards draw from torch's generator of the CPU.
+    """Collect the names of the modules whose own forwards draw from torch's generator of the CPU.
 
-    No two layouts draw the same numbers, so that they differ without a mistake.
+    Layouts draw different numbers, so they may differ though nothing is wrong; a report names these modules beside a
+    failure.
     """
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     found: dict[str, None] = {}
-    running: list[tuple[torch.Tensor, int]] = []
-    num_draws = 0
+    running: list[str] = []  # the innermost last
+    state = torch.get_rng_state()
+
+    def look() -> None:
+        """Name the innermost running module if the generator has moved since a module last began or ended."""
+        nonlocal state
+        before, state = state, torch.get_rng_state()
+        if running and not torch.equal(before, state):
+            found[running[-1]] = None
 
     def enter(module: nn.Module, _: Any) -> None:
         if module in names:
-            running.append((torch.get_rng_state(), num_draws))
+            look()
+            running.append(names[module])
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        nonlocal num_draws
-        if module not in names:
-            return
-        state, num_before = running.pop()
-        if num_draws == num_before and not torch.equal(state, torch.get_rng_state()):
-            found[names[module]] = None
-            num_draws += 1
+        if module in names:
+            look()
+            running.pop()
 
-    # not the modules' own hooks: with those, experts would run in another way
-    handles = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave)]
+    # global hooks: experts with hooks of their own would take another path
+    handles = [
+        register_module_forward_pre_hook(enter),
+        register_module_forward_hook(leave, always_call=True),  # a model may catch what a module raises
+    ]
     try:
         yield found
     finally:

@@ -7,8 +7,9 @@
             balance.write(monitor.collect(step), "out/load.jsonl")
     monitor.plot("out/load.png")
 
-A forward hook of each gate counts on the device (counters.py). collect() alone reads the counts, and summarize() makes
-numbers of them: how uneven the load is, how many experts are dead, how many choices were dropped.
+A forward hook of each gate counts on the device (counters.py). In a training loop only collect() waits for
+the device to read the counts, and summarize() makes numbers of them: how uneven the load is, how many experts are dead,
+how many choices were dropped.
 """
 
 import json
@@ -42,14 +43,14 @@ def summarize(
 
     -> dict with
       tokens_per_expert: the load, as a list
-      max_over_mean: largest load / mean load; 1 is balanced. A step waits for the largest
+      max_over_mean: largest load / mean load; 1 is balanced; a step takes as long as the largest load
       cv: standard deviation / mean of the load; 0 is balanced
       entropy: of the load, over log E; 1 is balanced, 0 one expert for all
-      dropped_share: of all choices
+      dropped_share: dropped choices / all choices
       dead_experts: the number of experts without a token
       gate_entropy: of a token's K weights, over log K, mean over (a sample of) the tokens; 1: its experts count alike,
         0: one of them decides, or K = 1
-    Without choices all numbers are 0, but for dead_experts and dropped_share.
+    If all choices were dropped, the numbers of the load are 0 and dead_experts is E; without tokens the rest is 0, too.
 
     Example:
 
@@ -77,7 +78,8 @@ class LoadMonitor:
 
     counters: {name of the gate: LayerCounters}. history: what collect() returned so far, for plot().
     Works with custom gates (subclasses of BaseGate) and with the routers of Transformers 5 and Megatron-core; padding
-    (fmoe_ext.valid_tokens) does not count. Forwards that activation checkpointing repeats count once.
+    (fmoe_ext.valid_tokens) does not count. Forwards that activation checkpointing repeats count once. A deepcopy of the
+    model counts into the same counters while it is in train(), also after remove().
     """
 
     def __init__(self, model: nn.Module, warn_after: int = 1000) -> None:
@@ -89,11 +91,12 @@ class LoadMonitor:
         self.history: list[Record] = []
         self._hooks: list[RemovableHandle] = []
         for name, view in views.items():
-            # a gate without parameters: count() moves the counters to the choices' device
+            # on the CPU for a gate without parameters; the first count moves them to the device of its choices
             device = next((p.device for p in view.module.parameters()), torch.device("cpu"))
             counters = self.counters[name] = LayerCounters(view.num_experts, device)
 
-            # a function: a deepcopy of the model shares it, and would copy a partial with its counters and their lock
+            # a function and not a partial: deepcopy() leaves functions alone, but would copy a partial's counters,
+            # whose lock cannot be copied
             def count(
                 gate: nn.Module,
                 _: Any,
@@ -114,16 +117,18 @@ class LoadMonitor:
         sum_over_ranks: Callable[[torch.Tensor], torch.Tensor] | None = None,
         reset: bool = True,
     ) -> Record:
-        """Summarise every layer since the last reset; the only call here that waits for the device.
+        """Summarise every layer since the last reset; this waits for the device.
 
         sum_over_ranks: a function tensor -> its sum over the ranks, to see the load of all of them.
+        reset=False: counts go on, so that the record is not for plot(), which adds the records of the history up.
         -> {"step": step, "layers": {name of the gate: summarize(...)}}, which also joins the history. Warns about
         experts that got no token in the last warn_after forwards.
         """
-        total = sum_over_ranks or (lambda counted: counted)
+        # of a copy: an all_reduce() writes into its argument
+        total = (lambda x: x) if sum_over_ranks is None else (lambda x: sum_over_ranks(x.clone()))
         layers = {}
         for name, counters in self.counters.items():
-            # several calls of total() each, in one order: all ranks must call collect() with it
+            # total() may be a collective: every rank calls it as often, in this order
             layers[name] = summarize(
                 total(counters.tokens_per_expert),
                 total(counters.num_dropped).item(),
@@ -131,11 +136,11 @@ class LoadMonitor:
                 total(counters.num_tokens).item(),
             )
             # idle everywhere: an expert that any rank has used is alive
-            served = total((counters.idle_steps < self.warn_after).long())  # [E], ranks with a recent token
-            idle = (served == 0).nonzero().flatten().tolist()
+            num_ranks_with_token = total((counters.idle_steps < self.warn_after).long())  # [E]
+            idle = (num_ranks_with_token == 0).nonzero().flatten().tolist()
             if idle:
                 warnings.warn(
-                    f"gate {name!r}: no token for the experts {idle} in the last {self.warn_after} steps; "
+                    f"gate {name!r}: no token for the experts {idle} in the last {self.warn_after} forwards; "
                     "a balance loss or SigmoidGate's bias would bring them back",
                     stacklevel=2,
                 )
@@ -147,8 +152,6 @@ class LoadMonitor:
 
     def plot(self, path: str | Path) -> None:
         """Draw the history: the mean load of layers x experts as a heat map, and over the steps max/mean and cv."""
-        if not self.history:
-            raise RuntimeError("nothing to plot: call collect() first")
         draw(self.history, path)
 
     def remove(self) -> None:
@@ -166,11 +169,15 @@ class LoadMonitor:
         return {"counters": counters, "history": list(self.history)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Load a state_dict(); ValueError for the state of other gates."""
+        """Load a state_dict(); ValueError for the state of other gates, or with other numbers of experts."""
         if state["counters"].keys() != self.counters.keys():
             raise ValueError(
                 f"the state is of the gates {list(state['counters'])}, but the model has {list(self.counters)}"
             )
+        for name, saved in state["counters"].items():
+            ours, num = self.counters[name].tokens_per_expert, len(saved["tokens_per_expert"])
+            if num != len(ours):
+                raise ValueError(f"gate {name!r} has {len(ours)} experts, but the state is of {num}")
         for name, saved in state["counters"].items():
             for key in LayerCounters.NAMES:
                 getattr(self.counters[name], key).copy_(saved[key])
@@ -240,6 +247,8 @@ def write(record: Record, target: Any) -> None:
 
 def draw(history: Sequence[Record], path: str | Path) -> None:
     """Draw the picture of LoadMonitor.plot() from records, for example those that write() wrote to a file."""
+    if not history:
+        raise RuntimeError("nothing to plot: call collect() first")
     from matplotlib import colormaps  # optional: imported at its first use
     from matplotlib.figure import Figure
 

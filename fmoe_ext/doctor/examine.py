@@ -86,8 +86,9 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
         True
     """
     began = time.perf_counter()
-    # restored at the end: checks seed the generator
+    # restored at the end: checks seed the generators, of CUDA devices too
     state, threads = torch.random.get_rng_state(), torch.get_num_threads()
+    of_devices = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
     torch.set_num_threads(1)  # small tensors: several threads wait longer than they compute
     try:
         with warnings.catch_warnings():
@@ -127,5 +128,7 @@ def check(model: Any, batch: Any = None, **parts: Any) -> Report:
                     findings.append(verdict(name, "", None, text))
     finally:
         torch.random.set_rng_state(state)
+        if of_devices:
+            torch.cuda.set_rng_state_all(of_devices)
         torch.set_num_threads(threads)
     return Report(findings, time.perf_counter() - began)

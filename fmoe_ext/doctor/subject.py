@@ -158,12 +158,13 @@ def read(place: str) -> Subject:
         text = config.get_text_config(decoder=True)  # of a model for images too: the batch is of tokens
         with errors_of_transformers(folder):
             if type(text) in transformers.MODEL_FOR_CAUSAL_LM_MAPPING or text is config:
-                small = shrunk_config(text)
-                return from_transformers(lambda: transformers.AutoModelForCausalLM.from_config(small))
+                build: Callable[[Any], Any] = transformers.AutoModelForCausalLM.from_config
+                small = shrunk_config(text, build)
+                return from_transformers(lambda: build(small))
             # a model for images or sound: its language model alone, whose class only an instance tells
             with torch.device("meta"):
                 decoder = type(model_class(config)(config).get_decoder())  # which has no head of its own
-            small = shrunk_config(text)
+            small = shrunk_config(text, decoder)
             return from_transformers(lambda: decoder(small))
     except CheckpointError as error:
         raise AuditError(str(error)) from error

@@ -2,8 +2,10 @@
 
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import audit_models as models
 import audit_shared
@@ -15,6 +17,8 @@ from torch import nn
 import fmoe_ext
 from fmoe_ext import testing
 from fmoe_ext.audit import AuditError, Layout, Recipe
+from fmoe_ext.audit.compare import Value
+from fmoe_ext.audit.training import Recorder, watch_draws
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -154,6 +158,53 @@ def test_bad_input():
     fails(models.RECIPE, "leave_out names 'pp', but what can be left out is", leave_out={"pp": "none"})
     fails(models.RECIPE, "steps must be at least 1", steps=0)
     fails(models.RECIPE, "timeout must be more than 0 seconds, but got 0", timeout=0)
+
+
+def test_output_that_lacks_a_part_of_the_batch_is_not_compared():
+    """A module that pools the samples of one microbatch has no output to compare, and no infinite error."""
+    rows = iter([(0, 2), None, (4, 6), (0, 2), (2, 4), (4, 6)])
+    modules = {"pool": nn.Identity(), "whole": nn.Identity()}
+    parallel = SimpleNamespace(
+        modules=lambda: modules,
+        output=lambda x: None if (found := next(rows)) is None else Value(x, found),
+    )
+    recorder = Recorder(parallel)
+    recorder.is_on = True
+    for module in modules.values():
+        for number in range(3):
+            module(torch.full((2, 1), float(number)))
+    taken = recorder.take(None)
+    assert taken.keys() == {"whole"} and taken["whole"].rows == (0, 6)
+    assert taken["whole"].tensor.flatten().tolist() == [0, 0, 1, 1, 2, 2]
+
+
+class Noisy(nn.Module):
+    """Draws outside a dropout, around a module that raises where it is tried."""
+
+    def __init__(self, broken=None):
+        super().__init__()
+        self.dropout, self.broken = nn.Dropout(), broken
+        self.linear = nn.Linear(2, 2)
+
+    def forward(self, x):
+        if self.broken is not None:
+            with suppress(RuntimeError):
+                self.broken(x)
+        return self.linear(self.dropout(x) + torch.rand_like(x))
+
+
+def drawing(model):
+    with watch_draws(model) as found:
+        model(torch.ones(2, 2))
+    return list(found)
+
+
+def test_module_that_draws_beside_one_inside_it_is_named_too():
+    assert drawing(nn.Sequential(Noisy(), nn.Linear(2, 2))) == ["0.dropout", "0"]
+
+
+def test_module_that_raised_does_not_draw_what_others_do():
+    assert drawing(Noisy(nn.Linear(3, 2))) == ["dropout", "Noisy"]
 
 
 def test_random_numbers_are_named(pool):

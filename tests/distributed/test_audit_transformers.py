@@ -3,7 +3,10 @@
 import pytest
 import torch
 
+from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.audit.rollout import audit_rollout
 from fmoe_ext.audit.shrink import shrunk_config
+from fmoe_ext.audit.source import RandomTokens, loss_of_transformers, sendable
 
 pytest.importorskip("transformers", minversion="5", reason="pip install transformers>=5")
 import audit_transformers as models
@@ -56,8 +59,6 @@ def test_finds_a_router_that_sees_padding(pool):
 
 
 def test_finds_a_recomputation_that_routes_anew(pool):
-    from fmoe_ext.audit.source import RandomTokens, loss_of_transformers
-
     parts = {"batch": RandomTokens(models.SIZES["vocab_size"]), "loss": loss_of_transformers}
     assert audited(pool, models.forgetful, **parts, **ONE).ok
     report = audited(pool, models.forgetful, **parts, **ONE | {"recomputation": ["non-reentrant"]})
@@ -76,6 +77,23 @@ def test_finds_an_optimizer_that_misses_routers(pool):
     report = audited(pool, models.qwen(), optimizer=models.optimizer_without_routers, **ONE)
     assert not report.failures and not report.ok
     assert report.facts.not_updated == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
+
+
+def images_model():
+    with torch.device("meta"):
+        return transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig())
+
+
+def test_model_without_a_vocabulary_is_audited_with_the_batch_that_is_given():
+    recipe = sendable(images_model(), batch=RandomTokens(8), loss=loss_of_transformers)
+    assert recipe.batch == RandomTokens(8) and recipe.loss is loss_of_transformers
+
+
+def test_model_without_a_vocabulary_is_refused_with_the_argument_that_helps():
+    with pytest.raises(AuditError, match=r"Qwen3VLMoeConfig has no vocab_size.*: give batch="):
+        sendable(images_model())
+    with pytest.raises(AuditError, match=r"Qwen3VLMoeConfig has no vocab_size.*: give tokens="):
+        audit_rollout(images_model())
 
 
 def test_audit_shrinks_large_configuration():

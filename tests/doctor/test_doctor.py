@@ -112,6 +112,16 @@ def test_load_that_fails_without_a_text_is_a_violation():
     assert (finding.verdict, finding.numbers) == ("wrong", "does not load: AssertionError: ")
 
 
+def test_random_numbers_of_cuda_go_on_after_a_check(monkeypatch):
+    states = ["of the program"]  # one device's generator
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "manual_seed_all", lambda seed: states.__setitem__(0, seed))
+    monkeypatch.setattr(torch.cuda, "get_rng_state_all", lambda: list(states))
+    monkeypatch.setattr(torch.cuda, "set_rng_state_all", lambda saved: states.__setitem__(0, *saved))
+    doctor.check(FMoETransformerMLP(num_expert=2, d_model=4, d_hidden=4), torch.randn(6, 4))
+    assert states == ["of the program"]
+
+
 def test_model_without_experts_is_refused():
     with pytest.raises(AuditError, match="no MoE layer is found"):
         doctor.check(torch.nn.Linear(3, 3), torch.randn(2, 3))
