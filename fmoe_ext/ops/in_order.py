@@ -387,7 +387,10 @@ def _add_to(func: Any, input: Any, other: Any, *, alpha: Any = 1) -> Any:
 
 def _multiply(func: Any, a: Any, b: Any, **options: Any) -> Any:
     """Multiply complex numbers by products of their parts, which torch rounds otherwise in vectors than one by one."""
-    if not (isinstance(a, Tensor) and a.is_complex() or isinstance(b, Tensor) and b.is_complex()) or options:
+    if (
+        not ((isinstance(a, Tensor) and a.is_complex()) or (isinstance(b, Tensor) and b.is_complex()))
+        or options
+    ):
         return func(a, b, **options)
     tensors = [t for t in (a, b) if isinstance(t, Tensor)]
     if any(type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" for t in tensors):

@@ -199,7 +199,7 @@ def test_inconvertible_tensors_are_refused():
     fewer = {key: value for key, value in per_expert.items() if ".3." not in key}
     with pytest.raises(CheckpointError, match=r"gate\.weight \[4, 8\].* do not fit"):
         from_huggingface(fewer)
-    with pytest.raises(CheckpointError, match="of .* differ: "):
+    with pytest.raises(CheckpointError, match=r"of .* differ: "):
         from_huggingface({**per_expert, "experts.2.down_proj.weight": torch.zeros(D, H + 1)})
 
 
