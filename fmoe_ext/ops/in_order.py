@@ -399,8 +399,8 @@ def _multiply(func: Any, a: Any, b: Any, **options: Any) -> Any:
         (t.real, t.imag) if isinstance(t, complex) or (isinstance(t, Tensor) and t.is_complex()) else (t, 0)
         for t in (a, b)
     )
-    real = a_real * b_real - a_imag * b_imag
-    imag = a_real * b_imag + a_imag * b_real
+    real: Any = a_real * b_real - a_imag * b_imag
+    imag: Any = a_real * b_imag + a_imag * b_real
     return torch.complex(real, imag)
 
 
