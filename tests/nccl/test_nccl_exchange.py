@@ -85,10 +85,12 @@ def margins(monkeypatch):
 def start(monkeypatch, backend):
     works = []
     monkeypatch.setattr(exchange, "find_group", lambda name: name)
-    monkeypatch.setattr(exchange.dist, "get_backend", lambda group: backend)
+    monkeypatch.setattr(exchange.dist, "get_backend_config", lambda group: f"cuda:{backend}")
     work = SimpleNamespace(wait=lambda: works.append("waited"), is_completed=lambda: "ended" in works)
     monkeypatch.setattr(exchange, "_start", lambda *_: work)
-    transfer = exchange.start_exchange([None], [SimpleNamespace(is_cuda=True)], [], [], "group")
+    transfer = exchange.start_exchange(
+        [None], [SimpleNamespace(is_cuda=True, device=torch.device("cuda"))], [], [], "group"
+    )
     return transfer, works
 
 
