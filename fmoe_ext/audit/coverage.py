@@ -194,6 +194,10 @@ def _is_in_order(operator: Any, is_replaced: bool, args: tuple[Any, ...], out: A
         return False
     if name == "pow" and isinstance(args[1], (int, float)) and args[1] in EXACT_POWERS:
         return True
+    if (
+        name in ("index_put", "_unsafe_index_put", "_index_put_impl") and True in args[3:]
+    ):  # accumulate: in any order
+        return False
     if name == "rsqrt" and given[0].itemsize > 2:
         return True
     if name in _IN_VECTORS:

@@ -405,6 +405,8 @@ def _watch(subject: _Subject, part: _Part) -> Iterator[_Seen]:
     def enter(module: nn.Module, args: Any) -> None:
         if module in names:
             given = _floats(args)
+            if isinstance(module, nn.Embedding) and args:
+                given["indices"] = args[0].detach()  # which the code in front of it may have computed
             running.append((names[module], given, _rows(given, part)))
 
     def add_keywords(module: nn.Module, args: Any, kwargs: Any) -> None:

@@ -79,6 +79,8 @@ def _is_covered(*tensors: Any) -> bool:
 
 def _linear(func: Any, input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     given = (input, weight) if bias is None else (input, weight, bias)
+    if _is_covered(*given) and weight.dim() == 1:
+        return _linear(func, input, weight[None], None if bias is None else bias.reshape(1))[..., 0]
     if not _is_covered(*given) or input.dim() == 0 or weight.dim() != 2:
         return func(*given)
     rows = input.reshape(math.prod(input.shape[:-1]), input.shape[-1])
@@ -335,9 +337,10 @@ def _in_place(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     return input.copy_(REPLACEMENTS[out_of_place](out_of_place, input.clone(), *args, **options))
 
 
-def _rsqrt(func: Any, input: Any) -> Any:
+def _rsqrt(func: Any, input: Any, **options: Any) -> Any:
     """Compute rsqrt, which torch rounds alike at every place but for 16 bits, where it is rounded twice at some."""
-    return _of_elements(func, input) if _is_covered(input) and input.itemsize == 2 else func(input)
+    is_half = _is_covered(input) and input.itemsize == 2
+    return _of_elements(func, input, **options) if is_half else func(input, **options)
 
 
 EXACT_POWERS = frozenset((0, 0.5, 1, 2, 3))  # products and square roots, rounded alike at every place
@@ -501,12 +504,14 @@ REPLACEMENTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         ),
         **dict.fromkeys(
             (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.sigmoid, torch.sigmoid, Tensor.sigmoid,
-             torch.special.expit, torch.exp2, Tensor.exp2, torch.sinh, Tensor.sinh, torch.cosh, Tensor.cosh,
+             torch.special.expit, torch.exp2, Tensor.exp2,
+             torch.special.exp2, torch.sinh, Tensor.sinh, torch.cosh, Tensor.cosh,
              torch.atanh, Tensor.atanh, torch.logit, Tensor.logit, torch.special.logit),
             _of_elements,
         ),
         **dict.fromkeys(
-            (torch.atan2, Tensor.atan2, torch.logaddexp, Tensor.logaddexp, torch.logaddexp2, Tensor.logaddexp2),
+            (torch.atan2, Tensor.atan2, torch.arctan2, Tensor.arctan2,
+             torch.logaddexp, Tensor.logaddexp, torch.logaddexp2, Tensor.logaddexp2),
             _of_pairs,
         ),
         F.glu: _glu,
@@ -522,7 +527,8 @@ REPLACEMENTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         Tensor.__rpow__: _power_of_number,
         **dict.fromkeys(
             (Tensor.addmm_, Tensor.baddbmm_, Tensor.sigmoid_, Tensor.exp2_, Tensor.rsqrt_, Tensor.pow_,
-             F.elu_, F.selu_, F.celu_, torch.selu_, torch.celu_,
+             Tensor.atan2_, Tensor.arctan2_, Tensor.atanh_, Tensor.logit_, Tensor.sinh_,
+             Tensor.cosh_, F.elu_, F.selu_, F.celu_, torch.selu_, torch.celu_,
              Tensor.__ipow__),  # x **= y, which torch names pow_ but which is another function
             _in_place,
         ),
