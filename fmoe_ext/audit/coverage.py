@@ -1,9 +1,9 @@
 """Operators that a forward computes outside of what batch_invariant() covers.
 
 The mode replaces functions of torch where Python calls them. What multiplies inside of one function (an LSTM, a Fourier
-transform, a script of TorchScript) or is an operator called by its name (torch.ops.aten.mm) it does not see. Equal bits
-of a few texts are then luck. So forwards are run once more under a TorchDispatchMode, which sees each operator, and a
-TorchFunctionMode, which knows the function it was called by. Operators are in order if
+transform, a script of TorchScript) or is an operator called by its name (torch.ops.aten.mm) it does not see. A few
+texts may have equal bits all the same, by luck. So forwards are run once more under a TorchDispatchMode, which sees
+each operator, and a TorchFunctionMode, which knows the function that it was called by. Operators are in order if
 
 * they move or choose numbers;
 * they compute each number by itself and alike at every place: each is computed twice, in vectors and one by one;

@@ -2,7 +2,7 @@
 
 An expert has a number, which topk_idx names, and a place, in which rank r has places [r * e, (r + 1) * e). They are the
 same until experts move (planning/placement.py): experts_in_place[place] is the expert there. Rows are sent in an order
-of their own, the slots: sorted by chunk, then by place, so that what travels at once lies together. With E = 4 experts
+of their own, the slots: sorted by chunk, then by place, so that a chunk is one piece of memory. With E = 4 experts
 on 2 ranks, in 2 chunks:
 
     place    0  1  2  3        rank 0 has places 0 and 1

@@ -147,7 +147,7 @@ class Exchange:
         return handle, self._tables.slots_by_rank, self._chunk_ends
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """Make what travels beside the rows: labels, last the weights. weights [T, K] -> [R, 1], one of each choice."""
+        """Make the tensors that are sent beside the rows: labels, last the weights, [T, K] -> [R, 1]."""
         return [ops.permute(weights.reshape(-1, 1), self._plan.row_idx, self._plan.inverse.reshape(-1, 1))]
 
     def _experts_of(self, number: int, first: int, *received: torch.Tensor) -> torch.Tensor:

@@ -444,7 +444,7 @@ def _around(name: str, tokenizer: Any, ids: Mapping[str, int]) -> dict[str, bool
     """Return {"bos": is it put before each text, "eos": is it put behind each}, for add_bos_token and add_eos_token."""
     bare = tokenizer("a", add_special_tokens=False)["input_ids"]
     whole = tokenizer("a")["input_ids"]
-    # find the text's own tokens among all: what stands around them is added to every text
+    # find the text's own tokens: the tokenizer adds those around them to every text
     begin = next((i for i in range(len(whole)) if whole[i : i + len(bare)] == bare), 0)
     before, behind = whole[:begin], whole[begin + len(bare) :]
     for where, found, kind in (("before", before, "bos"), ("behind", behind, "eos")):

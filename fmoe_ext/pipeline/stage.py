@@ -65,8 +65,8 @@ class Microbatches:
 class Stage(nn.Module):
     """Consecutive layers of a model. Part of split()'s result; Pipeline runs it.
 
-    index, num_stages: its place. inputs, outputs: what travels into and out of it. parts: the modules of the model that
-    it uses, under their names in the model.
+    index, num_stages: its place. inputs, outputs: tensors that it receives and sends. parts: the modules of the
+    model that it uses, under their names in the model.
     Microbatches come padded to one number of rows, as the schedules of torch need it; the layers see only rows that are
     there, so that gates, capacities and batch norms count no padding.
     """

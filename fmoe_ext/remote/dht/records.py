@@ -219,7 +219,7 @@ def prefix_key(prefix: str) -> int:
 
 @functools.lru_cache(_VERIFIED)
 def places_of(uid: str) -> Mapping[int, str | None]:
-    """Return every key under which records of a uid lie: its own, with None, and those of its prefixes, with these."""
+    """Return {key: prefix} of all records of a uid; its own key has None."""
     assert len(uid) <= MAX_UID_LENGTH
     return {uid_key(uid): None} | {prefix_key(prefix): prefix for prefix, _ in prefixes_of(uid)}
 
