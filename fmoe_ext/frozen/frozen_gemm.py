@@ -6,15 +6,14 @@ The path of a product:
   up to four rows at once, because reading the weight takes the time, and packed it is short (csrc/gemm/packed_rows.h).
 * CPU, more rows: panels of the weight are decoded into the cache, each once for all rows that need it, and multiplied
   as panels of float weights are (csrc/gemm/grouped.h).
-* CPU, up to 32 rows and int8_activations: the rows are rounded to 8 bits, and the products are of integers
-  (csrc/gemm/integer_rows.h).
+* CPU, few rows (16, 32, 64 or any number, by instruction set) and int8_activations: the rows are rounded to 8 bits,
+  and the products are of integers (csrc/gemm/integer_rows.h).
 * CUDA: one pass decodes the whole weight in memory, and grouped_gemm multiplies. kept.py keeps that copy for a while.
 
 The operator has the product and, with transposed=True, the product with the transposed weight. Each is the gradient of
 the other, so one rule serves for derivatives of every order.
 """
 
-from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -33,9 +32,6 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops.grouped_gemm import grouped_gemm, grouped_gemm_ref
 
-# Set around the operator, whose arguments do not say whether gradients are recorded, for composed() to read.
-_has_backward = ContextVar("a backward of this product will follow", default=False)
-
 
 def frozen_gemm(
     x: torch.Tensor,
@@ -47,7 +43,8 @@ def frozen_gemm(
 
     x [R, in], weight Quantized [E, out, in], offs [E] int32, bias [E, out] of the dtype of x -> y [R, out]. Without
     offs the weight is of one expert, which has all rows. Differentiable in x and bias; keeps the packed weight for
-    backward, and neither x nor a decoded copy. Interleaved rows: bias has their order, y has gates before ups.
+    backward, and not x; on CUDA a decoded copy too, within a bound (keep_decoded). Interleaved rows: bias has their
+    order, y has gates before ups.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: grouped_gemm(x, weight.dequantize(x.dtype), offs, bias).
 
@@ -62,19 +59,16 @@ def frozen_gemm(
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
     packing = weight.packing()
+    y: torch.Tensor
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)
-        y: torch.Tensor = call_functional(
-            "fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing, False
-        )
+        y = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing, False)
         return y
     if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
         return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing, False)
-    token = _has_backward.set(True)  # the kernel for CUDA below may then keep the decoded weight
-    try:
-        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing, False)
-    finally:
-        _has_backward.reset(token)
+    op = torch.ops.fmoe_ext.frozen_gemm  # the kernel for CUDA below may keep the decoded weight
+    y = kept.call_with_ticket(op, x.device, x, weight.rows(), offs, bias, *packing, False)
+    return y
 
 
 def frozen_gemm_ref(
@@ -112,11 +106,11 @@ def _(
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: torch.Tensor) -> None:
     _, weight, offs, _, scale, zero, *ctx.format, ctx.transposed = inputs
-    ctx.save_for_backward(weight, offs, scale, zero)
+    ctx.save_for_backward(weight, offs, scale, zero, kept.ticket())
 
 
 def _backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-    weight, offs, scale, zero = ctx.saved_tensors
+    weight, offs, scale, zero, _ticket = ctx.saved_tensors  # which holds the kept copy until it is taken
     grads: list[torch.Tensor | None] = [None] * len(ctx.needs_input_grad)
     if ctx.needs_input_grad[0]:
         arguments = weight, offs, None, scale, zero, *ctx.format, not ctx.transposed
@@ -143,15 +137,13 @@ def packed_product(
     offs: torch.Tensor,
     bias: torch.Tensor | None,
     transposed: bool,
-    *,
-    keep: bool,
 ) -> torch.Tensor:
     """Compute rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, where frozen_gemm has no kernel.
 
-    One pass decodes the weight in memory, to the dtype of rows. weight, packing: rows() and packing() of a Quantized.
-    keep: a backward will follow, whose product is the transposed one (kept.py).
+    One pass decodes the weight in memory, to the dtype of rows, unless a copy was kept (kept.py). The transposed
+    product is a backward's. weight, packing: rows() and packing() of a Quantized.
     """
-    decoded = kept.KEPT.decoded(weight, packing, rows.dtype, keep=keep, last=transposed)
+    decoded = kept.KEPT.decoded(weight, packing, rows.dtype, last=transposed)
     return grouped_gemm(rows, decoded, offs, bias, transposed)
 
 
@@ -170,7 +162,7 @@ def composed(
     if transposed and bias is not None:
         raise RuntimeError("bias must be None with transposed=True")
     packing = weight_scale, weight_zero, weight_format, weight_interleaved
-    return packed_product(x, weight, packing, _offs_of(offs, x), bias, transposed, keep=_has_backward.get())
+    return packed_product(x, weight, packing, _offs_of(offs, x), bias, transposed)
 
 
 _library.impl("frozen_gemm", composed, "CUDA")

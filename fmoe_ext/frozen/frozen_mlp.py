@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from fmoe_ext.adapters import Lora
+from fmoe_ext.frozen import kept
 from fmoe_ext.frozen.frozen_gemm import packed_product
 from fmoe_ext.frozen.quantized import Quantized, gates_first
 from fmoe_ext.ops import chooser
@@ -56,7 +57,8 @@ def frozen_mlp(
     w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
     lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
     of x. Differentiable in x, topk_weights and the adapters. Keeps x, the pre-activation, the indices and the rank rows
-    of each adapter for backward; no copy of a weight and no gradient of its size is made.
+    of each adapter for backward, on CUDA also decoded copies of packed weights within a bound (keep_decoded). No
+    gradient of a weight's size is made.
     Raises RuntimeError for weights or biases that require a gradient, an unknown activation, other shapes or dtypes.
     Equivalent to: expert_mlp(..., w1 + lora1.scale * lora1.b @ lora1.a, b1, w2 + lora2.scale * lora2.b @ lora2.a, b2).
     LoRA: Hu et al., 2021, https://arxiv.org/abs/2106.09685
@@ -102,7 +104,9 @@ def frozen_mlp(
     if transformed:
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
         return y
-    return torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
+    if not save or torch.compiler.is_compiling():
+        return torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
+    return kept.call_with_ticket(torch.ops.fmoe_ext.frozen_mlp, x.device, *arguments)[0]
 
 
 def operands(weight: torch.Tensor | Quantized, *of_rows: torch.Tensor | None) -> tuple[Any, ...]:
@@ -186,7 +190,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[torch.Tensor
     ctx.set_materialize_grads(False)
     ctx.save_for_backward(
         a.x, a.row_idx, a.inverse, a.offs, a.w1, a.w2, a.b2, a.topk_weights, *output[1:],
-        a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2,
+        a.w1_scale, a.w1_zero, a.w2_scale, a.w2_zero, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2, kept.ticket(),
     )  # fmt: skip
     ctx.activation, ctx.combine, ctx.save = a.activation, a.combine, a.save
     ctx.formats = a.w1_format, a.w1_interleaved, a.w2_format
@@ -204,7 +208,7 @@ def _backward(ctx: Any, grad_y: torch.Tensor | None, *_: None) -> tuple[torch.Te
             "frozen_mlp was called with save=False, so there is nothing to compute gradients from"
         )
     needs = [ctx.needs_input_grad[place] for place in _LEARNED]
-    *read, w1_scale, w1_zero, w2_scale, w2_zero, a1, b1, a2, b2 = ctx.saved_tensors
+    *read, w1_scale, w1_zero, w2_scale, w2_zero, a1, b1, a2, b2, _ticket = ctx.saved_tensors  # kept.py
     w1_format, w1_interleaved, w2_format = ctx.formats
     computed = call(
         "fmoe_ext::frozen_mlp_backward",
@@ -237,7 +241,6 @@ class _Linear(NamedTuple):
     b: torch.Tensor | None  # [E, out, rank]
     scale: float
     offs: torch.Tensor
-    keep: bool  # a backward will follow (kept.py)
 
     def product(
         self, rows: torch.Tensor, bias: torch.Tensor | None = None, *, transposed: bool = False
@@ -246,7 +249,7 @@ class _Linear(NamedTuple):
         if self.packing[2] == 0:
             out = grouped_gemm(rows, self.weight, self.offs, bias, transposed)
         else:
-            out = packed_product(rows, self.weight, self.packing, self.offs, bias, transposed, keep=self.keep)
+            out = packed_product(rows, self.weight, self.packing, self.offs, bias, transposed)
         if self.a is None or self.b is None:
             return out, rows.new_empty((rows.shape[0], 0))
         first, second = (self.b, self.a) if transposed else (self.a, self.b)
@@ -254,12 +257,12 @@ class _Linear(NamedTuple):
         return out.add_(grouped_gemm(thin, second, self.offs, transposed=transposed)), thin
 
 
-def _linears(a: FrozenMlp | FrozenMlpBackward, keep: bool) -> tuple[_Linear, _Linear]:
+def _linears(a: FrozenMlp | FrozenMlpBackward) -> tuple[_Linear, _Linear]:
     packing1 = a.w1_scale, a.w1_zero, a.w1_format, a.w1_interleaved
     packing2 = a.w2_scale, a.w2_zero, a.w2_format, False
     return (
-        _Linear(a.w1, packing1, a.lora_a1, a.lora_b1, a.lora_scale1, a.offs, keep),
-        _Linear(a.w2, packing2, a.lora_a2, a.lora_b2, a.lora_scale2, a.offs, keep),
+        _Linear(a.w1, packing1, a.lora_a1, a.lora_b1, a.lora_scale1, a.offs),
+        _Linear(a.w2, packing2, a.lora_a2, a.lora_b2, a.lora_scale2, a.offs),
     )
 
 
@@ -280,7 +283,7 @@ def _outer(
 def composed(*arguments: Any) -> tuple[torch.Tensor, ...]:
     """Compute the operator frozen_mlp on CUDA -> y, h, u1, u2; h is empty without save."""
     a = FrozenMlp(*arguments)
-    w1, w2 = _linears(a, keep=a.save)
+    w1, w2 = _linears(a)
     x_RD = permute(a.x, a.row_idx, a.inverse)
     h_RH, u1 = w1.product(x_RD, a.b1)  # of a gated activation [R, 2H]
     rows_RD, u2 = w2.product(FUNCTIONS[a.activation](h_RH), a.b2)
@@ -304,7 +307,7 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
             "fmoe_ext.frozen.frozen_mlp"
         )
     a = FrozenMlpBackward(*arguments)
-    w1, w2 = _linears(a, keep=False)
+    w1, w2 = _linears(a)
     needs_x, needs_a1, needs_b1, needs_a2, needs_b2, needs_weights = a.needs
 
     def none() -> torch.Tensor:  # a new one each time: an operator must not return a tensor twice

@@ -1,30 +1,36 @@
 """Keep decoded copies of packed weights from a forward for its backward, within a bound (keep_decoded).
 
-On CUDA a packed weight is decoded in memory and multiplied. The backward of a layer needs the same numbers again:
-decoding twice costs as much as reading the weight in 16 bits four times. A copy is kept from a forward that will have a
-backward until that backward takes it. Under activation checkpointing a layer's repeated forward and its backward follow
-each other, so one layer's copies are alive; without it the last layers of the forward are kept, whose backward comes
-first. Where a new copy would exceed the bound, the oldest are dropped; a copy that is gone is decoded again, to the
-same bits.
+On CUDA a packed weight is decoded in memory and multiplied. The backward of a layer needs the same numbers again, so a
+copy is kept from a forward that will have a backward until that backward takes it. Where a new copy would exceed the
+bound, the oldest are dropped: the last layers' copies stay, whose backward comes first. A copy that is gone is decoded
+again, to the same bits.
+
+A copy lives no longer than its ticket, an empty tensor that the operator saves for its backward beside the others. So
+it goes with a graph that has no backward, and wherever hooks let go of what is saved. Activation checkpointing does
+that after the first forward: it leaves no copies, and the copies of one checkpoint at a time live from the repeated
+forward to its backward.
 """
 
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable
+from contextvars import ContextVar
 from typing import Any, TypeAlias
 
 import torch
 
 _Key: TypeAlias = tuple[Any, ...]
+_ticket: ContextVar[torch.Tensor | None] = ContextVar("the ticket of the operator that runs", default=None)
+ticket = _ticket.get  # what an operator's setup saves for its backward
 
 
 def keep_decoded(limit: int | None) -> None:
     """Bound the decoded weights that frozen_mlp and frozen_gemm keep on each GPU for the backward, in bytes.
 
     None, the default: a quarter of the memory that is free at that moment. 0 keeps none. What exceeds a smaller bound
-    is dropped at once. Nothing is kept on the CPU, during the capture of a CUDA graph, or by torch.compile. Raises
-    ValueError for a negative bound.
+    is dropped at once. Nothing is kept on the CPU, during the capture of a CUDA graph, or by torch.compile or
+    torch.func. Raises ValueError for a negative bound.
 
     Example:
 
@@ -36,40 +42,54 @@ def keep_decoded(limit: int | None) -> None:
     KEPT.set_limit(limit)
 
 
+def call_with_ticket(op: Callable[..., Any], device: torch.device, *arguments: Any) -> Any:
+    """Call an operator that may keep what it decodes on a device, for a backward that saves ticket()."""
+    # one for each call, kept or not: a checkpoint requires that a repeated forward saves as many tensors as the first
+    before = _ticket.set(torch.empty(0, device=device))
+    try:
+        return op(*arguments)
+    finally:
+        _ticket.reset(before)
+
+
 class KeptWeights:
     """Decoded weights by the packed ones, the oldest first. free_bytes: counts the free bytes of a device."""
 
     def __init__(self, free_bytes: Callable[[torch.device], int]) -> None:
         self._free_bytes = free_bytes
         self._limit: int | None = None
-        # A copy, and the finalisers that drop it with its weight or scales.
+        # A copy, and the finalisers that drop it with its weight, scales or ticket.
         self._copies: OrderedDict[_Key, tuple[torch.Tensor, list[weakref.finalize[Any, Any]]]] = OrderedDict()
         # Guards _copies and _limit. Autograd takes a copy from a thread of its own; a finaliser may run in any thread,
         # also inside of these methods, so the lock is re-entrant.
         self._lock = threading.RLock()
 
     def decoded(
-        self, weight: torch.Tensor, packing: tuple[Any, ...], dtype: torch.dtype, *, keep: bool, last: bool
+        self, weight: torch.Tensor, packing: tuple[Any, ...], dtype: torch.dtype, *, last: bool
     ) -> torch.Tensor:
-        """Decode a packed weight, or find its copy. keep: a backward will follow; last: this is that backward."""
+        """Decode a packed weight, or find its copy, and keep it with a ticket. last: no more product will follow."""
         # with scale and zero, which may change while the codes stay
         tensors = [t for t in (weight, *packing[:2]) if t is not None]
         if any(t.is_inference() for t in tensors):
             # such a tensor has no version, and autograd saves none for a backward that would take the copy
             return torch.ops.fmoe_ext._decode_packed(weight, *packing, dtype)
-        # A tensor that was written to since has another version; a copy belongs to the stream that it was made on.
+        # A tensor that was written to since has another version, and a slice that begins with it another shape; a copy
+        # belongs to the stream that it was made on.
         stream = torch.cuda.current_stream(weight.device).cuda_stream if weight.is_cuda else 0
-        versions = tuple((id(t.untyped_storage()), t.data_ptr(), t._version) for t in tensors)
+        versions = tuple(
+            (id(t.untyped_storage()), t.data_ptr(), t._version, t.shape, t.stride()) for t in tensors
+        )
         key = (versions, packing[2:], dtype, stream)
         with self._lock:
             copy = self._pop(key)
         if copy is None:
             copy = torch.ops.fmoe_ext._decode_packed(weight, *packing, dtype)
         # during a capture its memory would belong to the graph, whose replays write it
-        if keep and not last and not (weight.is_cuda and torch.cuda.is_current_stream_capturing()):
+        until = None if last or (weight.is_cuda and torch.cuda.is_current_stream_capturing()) else ticket()
+        if until is not None:
             with self._lock:
                 if self._make_room(copy.device, copy.nbytes):
-                    drops = [weakref.finalize(t.untyped_storage(), self._pop, key) for t in tensors]
+                    drops = [weakref.finalize(t.untyped_storage(), self._pop, key) for t in (*tensors, until)]
                     for drop in drops:
                         drop.atexit = False
                     self._copies[key] = copy, drops

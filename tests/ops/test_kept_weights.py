@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import frozen
 from fmoe_ext.frozen import kept
@@ -114,14 +115,88 @@ def test_kept_weight_that_changed_or_died_has_no_copy(decoded):
     weight, other = layer(0), layer(1)
     x = torch.ones(5, IN, requires_grad=True)
     offs = torch.tensor([2, 5], dtype=torch.int32)
-    frozen.frozen_gemm(x, weight, offs)
+    before = frozen.frozen_gemm(x, weight, offs)
     weight.data.copy_(other.data)
     assert torch.equal(step([weight]), step([other]))
-    frozen.frozen_gemm(x, weight, offs)
-    assert kept.KEPT.num_bytes(CPU) > 0
+    # the ticket alone is saved as it is, as where hooks move large tensors to another memory
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone() if t.numel() else t, lambda t: t):
+        after = frozen.frozen_gemm(x, weight, offs)
+    del before
+    assert kept.KEPT.num_bytes(CPU) == SIZE and after.requires_grad
     del weight, other
     gc.collect()
     assert kept.KEPT.num_bytes(CPU) == 0
+
+
+def test_graph_without_a_backward_takes_its_copy_along(decoded):
+    frozen.keep_decoded(4 * SIZE)
+    y = frozen.frozen_gemm(
+        torch.ones(5, IN, requires_grad=True), layer(), torch.tensor([2, 5], dtype=torch.int32)
+    )
+    assert kept.KEPT.num_bytes(CPU) == SIZE
+    del y
+    assert kept.KEPT.num_bytes(CPU) == 0
+
+
+def test_slice_of_a_weight_is_decoded_by_itself(decoded):
+    """Both begin at one address."""
+    frozen.keep_decoded(4 * SIZE)
+    weight = packed("nf4", E, OUT, IN, 0)
+    first = weight.map(lambda t: t[:1])
+    x = torch.ones(5, IN, requires_grad=True)
+    y = frozen.frozen_gemm(x, weight, torch.tensor([5, 5], dtype=torch.int32))
+    assert kept.KEPT.num_bytes(CPU) == SIZE
+    assert torch.equal(frozen.frozen_gemm(x, first, torch.tensor([5], dtype=torch.int32)), y)
+    assert len(decoded) == 2 and kept.KEPT.num_bytes(CPU) == SIZE
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpointed_layers_keep_the_copies_of_one_at_a_time(decoded, reentrant):
+    weights = [packed("q8_0", E, IN, IN, seed) for seed in range(3)]
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    copy = weights[0].dequantize().nbytes
+    frozen.keep_decoded(4 * copy)
+    held = []
+
+    def run(x, weight):
+        y = frozen.frozen_gemm(x, weight, offs)
+        held.append(kept.KEPT.num_bytes(CPU))
+        return y.sin()  # saves y: until then a repeated forward goes on
+
+    x = torch.ones(5, IN, requires_grad=True)
+    y = x
+    for weight in weights:
+        y = checkpoint(run, y, weight, use_reentrant=reentrant)
+    y.sum().backward()
+    plain = x.detach().requires_grad_()
+    y = plain
+    for weight in weights:
+        y = run(y, weight)
+    forwards = [weight.rows().data_ptr() for weight in weights]
+    assert decoded == [*forwards, *forwards[::-1], *forwards]  # twice with a checkpoint, once without
+    assert held == [0, 0, 0, copy, copy, copy, copy, 2 * copy, 3 * copy]
+    y.sum().backward()
+    assert torch.equal(x.grad, plain.grad)
+
+
+@pytest.mark.parametrize("mlp", [True, False])
+def test_compiled_forward_keeps_nothing(decoded, mlp):
+    frozen.keep_decoded(16 * SIZE)
+    w1, w2 = packed("q4_k", 1, 256, IN, 0), packed("q8_0", 1, IN, 256, 1)
+    row_idx = torch.arange(4, dtype=torch.int32)
+    offs = torch.tensor([4], dtype=torch.int32)
+
+    def forward(x):
+        if mlp:
+            return frozen.frozen_mlp(x, row_idx, row_idx[:, None], offs, w1, None, w2, None)
+        return frozen.frozen_gemm(x, w1, offs)
+
+    x = torch.ones(4, IN, requires_grad=True)
+    y = forward(x)
+    assert kept.KEPT.num_bytes(CPU) > 0
+    del y
+    y = torch.compile(forward, backend="aot_eager")(x)
+    assert y.requires_grad and kept.KEPT.num_bytes(CPU) == 0
 
 
 def test_kept_weight_under_other_scales_is_decoded_again(decoded):
@@ -130,9 +205,10 @@ def test_kept_weight_under_other_scales_is_decoded_again(decoded):
     weight = packed("nf4", E, OUT, IN, 0)
     x = torch.ones(5, IN, requires_grad=True)
     offs = torch.tensor([2, 5], dtype=torch.int32)
-    first = frozen.frozen_gemm(x, weight, offs).detach()
+    first = frozen.frozen_gemm(x, weight, offs)
     doubled = frozen.frozen_gemm(x, replace(weight, scale=weight.scale * 2), offs)
     assert torch.equal(doubled, first * 2)
+    assert kept.KEPT.num_bytes(CPU) == 2 * SIZE
     weight.scale.mul_(4)
     assert torch.equal(frozen.frozen_gemm(x, weight, offs), first * 4)
 
