@@ -1,6 +1,7 @@
-// The product of one thread block on float32 operands by fused multiply-adds: 16 x 16 threads with 8 x 8
-// elements each: [128, 128]. tile_gemm.cuh chooses it for float32, TileRing (tile_operand.cuh) fills the
-// stages. What is read of shared memory, 16 bytes at a time, is used eight times.
+// The portable product of one thread block on float32 operands by fused multiply-adds, without TF32: 16 x 16
+// threads with 8 x 8 elements each: [128, 128]. tile_gemm.cuh chooses it for float32, TileRing
+// (tile_operand.cuh) fills the stages. What is read of shared memory, 16 bytes at a time, is used eight
+// times.
 #pragma once
 
 #include "tile_operand.cuh"
@@ -8,7 +9,7 @@
 namespace fmoe_ext {
 
 struct FmaTileGemm : TileRing<float, FmaTileGemm> {
-  static constexpr int kBlocks = 1;  // that a multiprocessor must hold at once, for __launch_bounds__
+  static constexpr int kBlocks = 1;  // thread blocks that a multiprocessor must hold, for __launch_bounds__
   float acc[8][8] = {};
 
   // Place of a thread among 16 along m and 16 along n; a warp covers 4 x 8 places. A place has eight rows
@@ -61,8 +62,8 @@ struct FmaTileGemm : TileRing<float, FmaTileGemm> {
       for (int j = 0; j < 8; ++j) acc[i][j] += sum[i][j];
   }
 
-  // out[i, j] = finish(i)(j, value) for i < rows and j < columns. finish and its result are also called for i
-  // and j outside, up to the tile's end, and must not read there.
+  // out[i, j] = finish(i)(j, value) for i < rows and j < columns. finish is also called for i outside, and
+  // its result for j outside, up to the tile's end, and must not read there.
   template <class Finish>
   __device__ __forceinline__ void store(float* out, int64_t stride, int64_t rows, int64_t columns,
                                         const Finish& finish) {
@@ -88,7 +89,7 @@ struct FmaTileGemm : TileRing<float, FmaTileGemm> {
       }
     }
   }
-  // out[i, j] += value
+  // out[i, j] += acc
   __device__ __forceinline__ void accumulate(float* out, int64_t stride, int64_t rows,
                                              int64_t columns) const {
 #pragma unroll

@@ -1,4 +1,5 @@
-// The switches of select.h as operators, for `python -m fmoe_ext.gpu` and the tests; they touch no GPU.
+// The switches of select.h as operators, by which gpu/kernels.py chooses kernels in every process;
+// `python -m fmoe_ext.gpu` and the tests call them too. They touch no GPU.
 #include <string>
 #include <vector>
 
@@ -80,14 +81,15 @@ void set_gpu_sm_margin(int64_t sms) {
 
 }  // namespace
 
+// FMOE_CUDA_NAMESPACE: fmoe_ext, or the emulator's
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
   m.def("_gpu_kernels() -> str[]");                 // names of the entries of select.h, in its order
   m.def("_gpu_kernel_sources() -> str[]");          // of the portable kernels, then of each entry
   m.def("_set_gpu_kernels(str[] names) -> ()");     // these on, all others off, on every device
   m.def("_gpu_kernel_runs() -> int[]");             // how often each has been chosen by this process
   m.def("_gpu_torch_classes() -> str[]");           // "product/numbers/rows": what torch's grouped_mm may win
-  m.def("_set_gpu_torch_wins(str[] names) -> ()");  // it computes these, and no others
-  m.def("_gpu_torch_runs() -> int[]");              // how often it computed each product
+  m.def("_set_gpu_torch_wins(str[] names) -> ()");  // torch's computes these, and no others
+  m.def("_gpu_torch_runs() -> int[]");              // how often torch's computed each of kTorchProducts
   m.def("_set_gpu_sm_margin(int sms) -> ()");       // SMs that the Hopper kernels leave to NCCL's
 }
 STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {

@@ -1,6 +1,7 @@
-// Which kernel computes a product of grouped_gemm and expert_mlp. The table is the only place that decides:
-// from dtype, shape and device, never from a measurement at run time nor from a value on the device. What no
-// entry fits is computed by the portable kernels.
+// Which kernel computes a product of grouped_gemm and expert_mlp. Of ours the table alone decides, from
+// dtype, shape and device, never from a value on the device; what no entry fits is computed by the portable
+// kernels. Before it, torch's grouped_mm takes the classes of products at which it won its races
+// (torch_takes).
 //
 // Entries are switched on and off by name (ops_select.cpp): those that a GPU has not proved are off.
 #pragma once

@@ -1,4 +1,5 @@
-// Every kernel of one instruction set, and its tables, for <isa>.cpp; isa_begin.h has what that defines.
+// The tables of one instruction set (kernels.h), filled with its kernels, for <isa>.cpp, which first defines
+// the macros that isa_begin.h lists. What only AMX has is added by amx_bf16.cpp.
 #pragma once
 
 #include "clamped_glu.h"
@@ -14,7 +15,7 @@
 
 #include "isa_begin.h"
 
-// Rows up to which integers are faster, as measured on Zen 5.
+// Rows of an expert up to which integers are faster: with AVX-512 as measured on Zen 5, else always.
 #if defined(FMOE_BF16_DOT) && defined(FMOE_VNNI)
 constexpr int64_t kMostIntegerRows = 16;
 #elif defined(FMOE_VNNI)
@@ -22,6 +23,9 @@ constexpr int64_t kMostIntegerRows = 64;
 #else
 constexpr int64_t kMostIntegerRows = FMOE_BYTES == 64 ? 32 : INT64_MAX;
 #endif
+
+// Entry (multiply.h) makes a kernel that takes pointers to elements one that takes pointers to roles, as the
+// tables have them.
 template <class T>
 constexpr IntegerKernels make_integer_kernels() {
   return {sizeof(AccOf<T>) == 8 ? 0 : kMostIntegerRows, Entry<T, round_rows<T>>(),
@@ -39,6 +43,7 @@ constexpr Kernels make_kernels() {
   kernels.nr = NR<U>;
   kernels.k_step = U::k_step;
   kernels.row_step = 1;
+  // with AVX-512 packing pays earlier, except for pairs of bfloat16
   kernels.few_rows = FMOE_BYTES == 64 && U::k_step == 1 ? 12 : kFewRows;
   kernels.few_rows_transposed = 2 * kFewRows;
   kernels.storage_bytes = sizeof(T);
@@ -80,7 +85,7 @@ constexpr Kernels make_kernels() {
   kernels.dot = Entry<T, dot<T>>();
   return kernels;
 }
-#endif
+#endif  // FMOE_INTEGERS
 
 #ifdef FMOE_INTEGERS
 constexpr IntegerKernels kFloat32 = make_integer_kernels<float>(), kFloat16 = make_integer_kernels<F16>();
@@ -91,7 +96,7 @@ constexpr Kernels kFloat32 = make_kernels<float>(), kFloat64 = make_kernels<doub
 constexpr Kernels kFloat16 = make_kernels<F16>();
 #endif
 constexpr Kernels kBfloat16 = make_kernels<BF16>();
-#endif
+#endif  // FMOE_INTEGERS
 
 #include "isa_end.h"
 

@@ -18,15 +18,15 @@ _INTEGERS = 64
 FITTED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Fitted))
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # equal to itself alone: to compare the tensors has no one answer
 class Quantized:
     """A weight [E, out, in] of all experts, packed as its file has it. The first dimension of each tensor is E.
 
     interleaved: operators take b1 and lora1.b in the order of the rows too, and compute with all gates before all ups.
     int8_activations: for q8_0 and q4_k on the CPU, rows that the weight multiplies may be rounded to 8 bits and the
-    products be of integers, where that is faster and no gradients are recorded: not in float64, in batch_invariant(),
-    and with AVX-512 for bfloat16 pairs and for over 32 rows an expert. A value of x then errs by up to 1/254 of the
-    largest in its block of 32 (q4_k: 256) columns, as in llama.cpp.
+    products be of integers, where that is faster and no gradients are recorded. Never in float64 or batch_invariant(),
+    nor for more rows an expert than 32 with AVX-512, 64 with VNNI, 16 in bfloat16 with AVX512_BF16. A value of x then
+    errs by up to 1/254 of the largest in its block of 32 (q4_k: 256) columns, as in llama.cpp.
     Raises ValueError for an unknown format, missing tensors, other dtypes or shapes, int8_activations of other formats.
     """
 
@@ -90,8 +90,8 @@ class Quantized:
         return Quantized(format, data, scale, zero)
 
     def rows(self) -> torch.Tensor:
-        """View data as bytes, uint8 [E, out, bytes of a row], without a copy."""
-        # of data that is not contiguous this is a copy, not kept, as data may be written to later
+        """Return data as bytes, uint8 [E, out, bytes of a row]: a view, or a copy if data is not contiguous."""
+        # such a copy is not kept, as data may be written to later
         return self._rows if self.data.is_contiguous() else _rows_of(self.data)
 
     @cached_property
@@ -142,8 +142,8 @@ def gates_first(rows: torch.Tensor) -> torch.Tensor:
 def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None = None) -> Quantized:
     """Round a weight [E, out, in] to the nearest values of a format, a name in FORMATS.
 
-    Each scale comes from the largest magnitude of its block. int4 has groups of 32, symmetric; nf4 blocks of 64,
-    without nested scales.
+    Each scale comes from the largest magnitude of its block, in q4_k and q5_k from its least and largest value. int4
+    has groups of 32, symmetric; nf4 blocks of 64, without nested scales.
     importance: of each value, float that broadcasts to the weight, as [E, 1, in] for the mean square of each input.
     Several scales are then tried, and each block takes the one with the least sum of importance * error^2, which is
     never more than without an importance. For mxfp4, nvfp4, nf4 and q4_k.

@@ -1,17 +1,18 @@
 """Compute grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten, kernels that others have proved.
 
 There are two ways in:
-    install()           replaces our operators as a whole: FMOE_GPU_KERNELS=torch, or portable kernels that failed
+    install()           replaces grouped_gemm, expert_mlp and their backwards as a whole: FMOE_GPU_KERNELS=torch, or
+                        portable kernels that failed (kernels.py)
     install_products()  gives our CUDA kernels torch's product, for the products at which it won its race (races.py);
                         what is around the product stays ours
 
-The functions have the signatures of the operators (csrc/ops.cpp). Letters of shapes:
+The functions take the arguments of the operators (csrc/ops.cpp; ops/arguments.py names them). Letters of shapes:
     T tokens    K choices of a token    R = T * K rows, sorted by expert; those behind offs[-1] are padding
     E experts   D width of a token      H width of the activated rows, F of the rows of w1: 2 H if gated
 A row of expert_mlp goes x -> in_rows -> w1 -> activation -> w2 -> weighted sum of each token's K rows.
 
-It is slower than our kernels: intermediate results go through memory, and weights with a bias or with widths that are
-no multiple of 16 bytes are copied.
+As a whole it is slower than our kernels: intermediate results go through memory, and weights with a bias or with
+widths that are no multiple of 16 bytes are copied.
 
 What torch's grouped_mm does with the ends of the groups: bfloat16 on compute capability 9.0 and 10 leaves them on the
 device, and takes up to 1,023 groups. Everything else, float16 and bfloat16 on 8.0 to 8.9 and 12.0 included, loops over
@@ -51,7 +52,7 @@ def tf32(allowed: bool) -> Iterator[None]:
 
 
 def install(dispatch_key: str) -> torch.library.Library:
-    """Makes these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
+    """Make these functions the kernels of "CUDA" or "CPU" tensors, for as long as the result lives."""
     library = torch.library.Library("fmoe_ext", "IMPL")
     for kernel in (
         grouped_gemm,
@@ -69,7 +70,7 @@ def install(dispatch_key: str) -> torch.library.Library:
 
 
 def install_products(dispatch_key: str) -> torch.library.Library:
-    """Lets the kernels of "CUDA" tensors, or of emulated ones on the "CPU", call torch's product (cuda/products.h)."""
+    """Let the kernels of "CUDA" tensors, or of emulated ones on the "CPU", call torch's product (cuda/products.h)."""
 
     @torch.no_grad()
     def multiply(a: Tensor, b: Tensor, offs: Tensor, a_transposed: bool, b_transposed: bool) -> Tensor:
@@ -380,7 +381,8 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
     )
 
 
-# Checks of the arguments, with the same errors as csrc's (checks.h, grouped_gemm.h, expert_mlp.h).
+# Checks of the arguments, with the errors of csrc's (checks.h, grouped_gemm.h, expert_mlp.h) but those of sizes past
+# 2^31.
 
 
 def _check_grouped_gemm(

@@ -7,6 +7,7 @@ import torch
 
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_folder import ModelFolder
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.adapters import converted, merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.huggingface.moe_architectures import CHANGES, skip_without, tiny_model
@@ -53,6 +54,35 @@ def test_adapter_of_a_converted_weight_merges_as_peft_does(name, tmp_path, monke
     for key, p in found.named_parameters():
         tolerance = 1e-12 if p.dtype == torch.float64 else 1e-6  # 5.24 keeps some routers in float32
         torch.testing.assert_close(p.double(), expected[key].double(), rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("fault", ["adds", "rounds"])
+def test_converter_that_computes_is_refused(fault, tmp_path, monkeypatch):
+    """Both can be turned round; a constant shows where the adapter is zero, too."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folders(MINIMAX, tmp_path, monkeypatch)
+    adapter = read_adapter(tmp_path / "adapter")
+    in_files, in_modules = converted.as_written, converted.as_in_modules
+    if fault == "adds":
+        for key, factor in adapter.others.items():
+            adapter.others[key] = StoredTensor.of(torch.zeros_like(factor.read()))
+
+        def written(model, tensors):
+            return {name: StoredTensor.of(t.read() + 1) for name, t in in_files(model, tensors).items()}
+
+        def back(model, tensors):
+            return {name: t - 1 for name, t in in_modules(model, tensors).items()}
+    else:
+
+        def written(model, tensors):
+            return {name: StoredTensor.of(t.read().half()) for name, t in in_files(model, tensors).items()}
+
+        back = in_modules
+    monkeypatch.setattr(converted, "as_written", written)
+    monkeypatch.setattr(converted, "as_in_modules", back)
+    with pytest.raises(CheckpointError, match=r"which does not turn the adapter's change back"):
+        merge.merge(adapter, ModelFolder(tmp_path / "base"), tmp_path / "out")
 
 
 def test_converter_that_cannot_be_undone_is_refused_by_its_name(tmp_path, monkeypatch):

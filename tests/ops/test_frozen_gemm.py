@@ -100,6 +100,7 @@ def test_backward_keeps_packed_bytes_and_no_input():
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t):
         frozen_gemm(x.requires_grad_(), weight, offs, bias)
+    kept = [t for t in kept if t.numel()]  # without the ticket of a decoded copy
     assert {t.data_ptr() for t in kept} == {weight.data.data_ptr(), offs.data_ptr()}
 
 

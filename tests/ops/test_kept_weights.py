@@ -130,9 +130,9 @@ def test_kept_weight_that_changed_or_died_has_no_copy(decoded):
 
 def test_graph_without_a_backward_takes_its_copy_along(decoded):
     frozen.keep_decoded(4 * SIZE)
-    y = frozen.frozen_gemm(
-        torch.ones(5, IN, requires_grad=True), layer(), torch.tensor([2, 5], dtype=torch.int32)
-    )
+    weight = layer()
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    y = frozen.frozen_gemm(torch.ones(5, IN, requires_grad=True), weight, offs)
     assert kept.KEPT.num_bytes(CPU) == SIZE
     del y
     assert kept.KEPT.num_bytes(CPU) == 0

@@ -467,6 +467,12 @@ def test_operator_refuses_factors_that_do_not_fit(zero, message):
         torch.ops.fmoe_ext.frozen_mlp(*arguments)
 
 
+def test_weights_are_equal_to_themselves_alone():
+    first, second = (frozen.quantize(torch.ones(1, 2, 32), "q8_0") for _ in range(2))
+    assert first == first and first != second
+    assert [second, first].index(first) == 1 and len({first, second, first}) == 2
+
+
 def test_interleaved_rows_of_w2_are_refused():
     arguments, _, weights = frozen_call("mxfp4")
     weights = weights[0], Quantized("mxfp4", weights[1].data, weights[1].scale, interleaved=True)

@@ -1,6 +1,7 @@
-"""Model types with experts that our layers do not compute: {type of the language model: which part it is}.
+"""Model types with experts that import_model() refuses: {model_type of the text configuration: why}.
 
-huggingface.use(model) runs their experts on our operators; their own save_pretrained writes them.
+The reason ends the error "... is not imported, for ...". huggingface.use(model) runs their experts on our operators,
+except those of NOT_USED; their own save_pretrained writes them.
 """
 
 from collections.abc import Mapping
@@ -19,5 +20,5 @@ REFUSED: Mapping[str, str] = MappingProxyType(
         "zaya": "its router is an MLP with a state that passes from layer to layer, and a choice of no expert",
     }
 )
-# Those of them whose experts Transformers computes alone
+# Those whose experts are outside of Transformers' experts interface: use() warns, and they stay eager
 NOT_USED = ("longcat_flash",)

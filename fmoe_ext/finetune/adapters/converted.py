@@ -1,8 +1,10 @@
-"""Compute the changes of weights that the files hold joined, split or in another order, for merge.
+"""Compute the changes of linear layers that the files hold joined, split or in another order, for merge.
 
 Transformers' own converters turn the parameters of a model into the tensors of its files. A converter that only moves
 numbers is linear: given the changes of parameters instead of their values, it makes the changes of the tensors in the
-files. Whether it is linear nobody says, so the changes are sent there and back, and must return to the bit.
+files. Whether it only moves numbers nobody says, so it is tried: the changes, sent there and back, must return to the
+bit, which rounding would not give; and twice the changes must become twice as much, which adding a constant would not.
+Experts are not among these layers: delta.py computes theirs.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ _Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]
 
 
 class _ConvertedChanges:
-    """Changes of the parameters that one converter makes, and what they are in the files.
+    """The changes of one converter's parameters, and what they become in the files.
 
     pairs: {name of a parameter: (lora_A, lora_B, scaling)}. Raises CheckpointError if the converter does not turn
     changes into changes.
@@ -29,13 +31,15 @@ class _ConvertedChanges:
 
     def __init__(self, model: Any, found: Converted, pairs: dict[str, _Pair]) -> None:
         self._model, self._found, self._pairs = model, found, pairs
-        # there and back: the same tensors of the files, and the same changes, which rounding would not give
         changes = self._of_parameters()
         try:
             in_files = self._in_files(changes)
             back = as_in_modules(model, in_files)
-            is_right = in_files.keys() == set(found.names) and all(
-                torch.equal(back[name], change.to(back[name].dtype)) for name, change in changes.items()
+            twice = self._in_files({name: 2 * change for name, change in changes.items()})
+            is_right = (
+                in_files.keys() == set(found.names)
+                and all(_are_equal(back[name], change) for name, change in changes.items())
+                and all(_are_equal(twice[name], 2 * change) for name, change in in_files.items())
             )
         except Exception as error:  # Transformers' errors have no common class
             raise self._error(f": {type(error).__name__}: {error}") from error
@@ -48,7 +52,7 @@ class _ConvertedChanges:
         return self._found.names
 
     def change(self, name: str) -> torch.Tensor:
-        """Compute the change of one tensor of the files, at least in float32."""
+        """Compute the change of one tensor of the files, at least in float32, from all of the parameters anew."""
         return self._in_files(self._of_parameters())[name]
 
     def _of_parameters(self) -> dict[str, torch.Tensor]:
@@ -75,6 +79,12 @@ class _ConvertedChanges:
             f"which does not turn the adapter's change back into one of the files{reason}. Merge in memory instead: "
             "PeftModel.from_pretrained(model, adapter).merge_and_unload().save_pretrained(folder)"
         )
+
+
+def _are_equal(first: torch.Tensor, second: torch.Tensor) -> bool:
+    """Compare values in the wider dtype."""
+    wide = torch.promote_types(first.dtype, second.dtype)
+    return torch.equal(first.to(wide), second.to(wide))
 
 
 def converted_changes(
