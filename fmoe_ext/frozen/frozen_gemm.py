@@ -59,16 +59,13 @@ def frozen_gemm(
     if bias is not None and weight.interleaved:
         bias = gates_first(bias)
     packing = weight.packing()
-    y: torch.Tensor
     if torch.is_grad_enabled() and is_transformed(x, bias):
         x, bias = cast_for_autocast(x, bias)
-        y = call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing, False)
-        return y
+        return call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing, False)
+    op, arguments = torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing, False)
     if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
-        return torch.ops.fmoe_ext.frozen_gemm(x, weight.rows(), offs, bias, *packing, False)
-    op = torch.ops.fmoe_ext.frozen_gemm  # the kernel for CUDA below may keep the decoded weight
-    y = kept.call_with_ticket(op, x.device, x, weight.rows(), offs, bias, *packing, False)
-    return y
+        return op(*arguments)
+    return kept.call_with_ticket(op, x.device, *arguments)
 
 
 def frozen_gemm_ref(
