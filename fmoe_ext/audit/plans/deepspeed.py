@@ -1,4 +1,6 @@
-"""DeepSpeed: an engine with ZeRO 1 or 2, and experts of deepspeed.moe over ranks. Both run on a CPU in float32."""
+"""DeepSpeed under the audit: parallelize() of a recipe returns an Engine, with ZeRO 0 to 2 and experts of deepspeed.moe
+over ranks. It runs on a CPU in float32.
+"""
 
 from __future__ import annotations
 
@@ -22,18 +24,23 @@ _LOCAL_EXPERT = re.compile(r"(.*)\.deepspeed_experts\.(\d+)(.*)")
 
 
 class Engine(Parallel):
-    """model: built for this rank, with ep_size in its MoE layers; whole: the same in one process.
+    """model: built for this rank, with ep_size in its MoE layers.
 
-    config: of deepspeed.initialize, with micro batch size and stage. Every rank gets its own part of each batch, in
-    gradient_accumulation_steps microbatches.
-    Raises AuditError for ZeRO 3, whose parameters are whole in no process, and for offloading.
+    It gets the parameters of whole, the same model in one process (for a dense one, model itself).
+    config: of deepspeed.initialize, with batch sizes and stage. Every rank gets its own part of each batch, in as many
+    microbatches as DeepSpeed finds: train_batch_size / (train_micro_batch_size_per_gpu * ranks) where the config has
+    no gradient_accumulation_steps.
+    Raises AuditError for ZeRO 3, whose parameters are whole in no process, for offloading, and for float64, whose
+    gradients DeepSpeed rounds to float32 or refuses.
     """
 
     def __init__(self, model: nn.Module, whole: nn.Module, config: dict[str, Any]) -> None:
         super().__init__(model, (dist.get_rank(), dist.get_world_size()))
         zero = config.get("zero_optimization", {})
-        if zero.get("stage", 0) > 2 or any(key.startswith("offload") for key in zero):
+        if zero.get("stage", 0) > 2 or any("offload" in key and zero[key] for key in zero):
             raise AuditError("ZeRO 3 and offloading are not audited: use stage 0, 1 or 2 on a CPU")
+        if any(p.dtype == torch.float64 for p in model.parameters()):
+            raise AuditError('DeepSpeed has no float64: say dtype = "float32" in the recipe')
         self.config = {"zero_allow_untested_optimizer": True, **config}
         self.first: dict[str, int] = {}  # {name of a list of experts: number of the first on this rank}
         for name, module in model.named_modules():
@@ -58,7 +65,7 @@ class Engine(Parallel):
 
     def backward(self, recipe: PlanRecipe, batch: Batch) -> torch.Tensor:
         """Forward and backward of the engine, which reduces gradients, in gradient_accumulation_steps microbatches."""
-        steps, losses = self.config.get("gradient_accumulation_steps", 1), []
+        steps, losses = self.engine.gradient_accumulation_steps(), []
         for index in range(steps):
             loss = recipe.loss(self.engine, share_of(batch, (index, steps)))
             self.engine.backward(loss)
@@ -72,8 +79,8 @@ class Engine(Parallel):
         self.engine.step()
 
     def modules(self) -> dict[str, nn.Module]:
-        """Leave modules out where they see microbatches."""
-        return {} if self.config.get("gradient_accumulation_steps", 1) > 1 else super().modules()
+        """Return no modules under accumulation: theirs see microbatches, those of one process the batch."""
+        return {} if self.engine.gradient_accumulation_steps() > 1 else super().modules()
 
     def gradient(self, name: str, p: nn.Parameter) -> torch.Tensor | None:
         """Return the reduced gradient, whole."""
