@@ -110,7 +110,12 @@ def _matmul(func: Any, input: Tensor, *others: Tensor, out: Tensor | None = None
     if not _is_covered(a, b) or a.dim() == 0 or b.dim() == 0:
         return func(a, b) if out is None else func(a, b, out=out)
     y = _product(*cast_for_autocast(a, b))
-    return y if out is None else out.copy_(y)
+    return y if out is None else _write(out, y)
+
+
+def _write(out: Tensor, y: Tensor) -> Tensor:
+    """Write a result into out, which gets its size, as torch does."""
+    return (out if out.shape == y.shape else out.resize_(y.shape)).copy_(y)
 
 
 def _product(a: Tensor, b: Tensor) -> Tensor:
@@ -153,7 +158,7 @@ def _add_product(
     """Compute torch.addmm or torch.baddbmm, which call the matrices mat1 and mat2, batch1 and batch2."""
     a, b = (*matrices, *(named[name] for name in ("mat1", "batch1", "mat2", "batch2") if name in named))
     if out is not None:
-        return out.copy_(_add_product(func, input, a, b, beta=beta, alpha=alpha))
+        return _write(out, _add_product(func, input, a, b, beta=beta, alpha=alpha))
     if not _is_covered(input, a, b):
         return func(input, a, b, beta=beta, alpha=alpha)
     input, a, b = cast_for_autocast(input, a, b)
@@ -314,7 +319,7 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
     else:
         flat = F.pad(input.reshape(-1), (0, num - input.numel()))
         y = func(flat, *args, **options)[: input.numel()].view(input.shape)
-    return y if out is None else out.copy_(y)
+    return y if out is None else _write(out, y)
 
 
 def whole_vectors(num: int) -> int:

@@ -106,6 +106,23 @@ def test_rows_in_every_batch_and_layout_have_the_same_bits(name, dtype):
                 torch.set_num_threads(threads)
 
 
+@pytest.mark.parametrize("size", [(0,), (3, 5), (2, 3, 5)])
+def test_out_gets_the_size_of_the_result(size):
+    a, b = randn(3, 4), randn(4, 5, seed=1)
+    y = a @ b
+    for function, given in (
+        (torch.mm, (a, b)),
+        (torch.addmm, (y, a, b)),
+        (torch.sigmoid, (y,)),
+        (torch.pow, (y.abs(), 1.3)),
+    ):
+        with batch_invariant():
+            out = torch.empty(size)
+            assert function(*given, out=out) is out
+            assert torch.equal(out, function(*given))
+        torch.testing.assert_close(out, function(*given))
+
+
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_functions_of_elements_that_threads_share(name):
     function, x, threads = ELEMENTWISE[name], randn(70_001), torch.get_num_threads()
