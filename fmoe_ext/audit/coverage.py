@@ -5,13 +5,15 @@ transform, a script of TorchScript) or is an operator called by its name (torch.
 texts may have equal bits all the same, by luck. So forwards are run once more under a TorchDispatchMode, which sees
 each operator, and a TorchFunctionMode, which knows the function that it was called by. Operators are in order if
 
-* they move or choose numbers;
-* they compute each number by itself and alike at every place: each is computed twice, in vectors and one by one;
-* they compute elements in vectors, and the mode gave them whole ones;
+* they move, choose or draw numbers, or torch was found to compute them alike for every shape (_ANY_SHAPE: layer_norm,
+  cumsum, scatter_add);
+* they compute each number by itself and alike at every place: each is tried twice on copies, in vectors and one by one;
+* they are of _IN_VECTORS (gelu, silu, pow), and the mode filled their memory up to whole vectors (whole_vectors);
 * they sum rows, and the mode gave them contiguous ones of one dimension.
 
-All others are named, products and softmax always: under the mode they are operators of fmoe_ext. But one that has the
-same sizes whatever the text, as the slopes of ALiBi have, computes the same bits.
+All others are named, unless every forward gave them the same sizes: products and softmax too, which under the mode are
+operators of fmoe_ext. One that has the same sizes whatever the text, as the slopes of ALiBi have, computes the same
+bits. What only some forwards call has no other size to compare with, and is named.
 """
 
 from __future__ import annotations
@@ -29,8 +31,9 @@ from torch.utils import _python_dispatch as python_dispatch
 
 from fmoe_ext.ops.in_order import EXACT_POWERS, REPLACEMENTS, whole_vectors
 
-# Names of aten's operators, without the _ of those in place.
-_AT_EVERY_PLACE = frozenset({
+# Names of aten's operators, without the _ of those in place, whose bits do not depend on the shape. Elementwise ones
+# (Tag.pointwise) need no entry: _is_alike_at_every_place() tries them.
+_ANY_SHAPE = frozenset({
     "_local_scalar_dense", "_prelu_kernel", "_to_copy", "_unique2", "_unsafe_index",
     "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_view", "amax", "amin", "aminmax", "argmax", "argmin",
     "avg_pool1d", "bernoulli", "bucketize", "cat", "clone", "complex", "constant_pad_nd", "copy",
@@ -67,10 +70,13 @@ class Uncovered:
 
 
 def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]]) -> list[Uncovered]:
-    """Name the operators that batch_invariant() does not cover; forwards run model with texts of several sizes."""
+    """Name the operators that batch_invariant(), which must be on, does not cover.
+
+    forwards: run model with texts of several sizes; model is not changed but by its own forward.
+    """
     names = {module: name or type(model).__name__ for name, module in model.named_modules()}
     running = [f"the code around {type(model).__name__}"]
-    # of each forward {(module, function, operator): sizes and strides of what it was given}
+    # of each forward {(module, function, operator): sizes and strides of what it was given and returned}
     found: list[dict[tuple[str, str, str], set[Any]]] = []
     functions = _Functions()
 
@@ -78,17 +84,19 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
         def __torch_dispatch__(
             self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
         ) -> Any:
+            kwargs = kwargs or {}
             called = functions.called or func
-            # before the operator runs, which may write into an argument
-            is_alike = torch.Tag.pointwise not in func.tags or _is_alike_at_every_place(
-                func, args, kwargs or {}
-            )
-            out = func(*args, **(kwargs or {}))
-            if not (_is_in_order(func, called in REPLACEMENTS, args, out) and is_alike):
+            # before the operator runs, which may write into an argument or give it another size
+            given = _tensors((args, kwargs))
+            before = [(t.shape, t.stride()) for t in given]
+            is_alike = torch.Tag.pointwise not in func.tags or _is_alike_at_every_place(func, args, kwargs)
+            out = func(*args, **kwargs)
+            results = _tensors((out, _written(func, args, kwargs)))
+            if not (_is_in_order(func, called in REPLACEMENTS, args, kwargs, results) and is_alike):
                 by_name = isinstance(called, (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)))
                 function = f"torch.ops.{called}" if by_name else getattr(called, "__name__", str(called))
                 call = running[-1], function, f"{func.namespace}.{_base(func)}"
-                sizes = tuple((t.shape, t.stride()) for t in _floats(args))
+                sizes = *before, *((t.shape, t.stride()) for t in results)
                 found[-1].setdefault(call, set()).add(sizes)
             return out
 
@@ -97,7 +105,7 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
 
     handles = [
         register_module_forward_pre_hook(lambda module, _: running.append(names.get(module, running[-1]))),
-        register_module_forward_hook(leave),
+        register_module_forward_hook(leave, always_call=True),  # also after an error that a module catches
     ]
     try:
         for forward in forwards:
@@ -109,8 +117,7 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
             handle.remove()
     operators: dict[tuple[str, str], list[str]] = {}
     for call in dict.fromkeys(chain(*found)):
-        several = [sizes[call] for sizes in found if call in sizes]
-        if any(a != b for a, b in pairwise(several)):
+        if any(a.get(call) != b.get(call) for a, b in pairwise(found)):
             operators.setdefault(call[:2], []).append(call[2])
     return [Uncovered(*where, tuple(names)) for where, names in operators.items()]
 
@@ -136,15 +143,22 @@ def _base(operator: Any) -> str:
     return name.rstrip("_")
 
 
-def _floats(values: Any) -> list[Tensor]:
-    """Return the tensors of floats or complex numbers in arguments or results."""
-    found = []
-    for value in values:
-        if isinstance(value, Tensor):
-            found += [value] if value.is_floating_point() or value.is_complex() else []
-        elif isinstance(value, (tuple, list)):
-            found += _floats(value)
-    return found
+def _tensors(values: Any) -> list[Tensor]:
+    """Return the tensors in arguments or results."""
+    if isinstance(values, Tensor):
+        return [values]
+    if isinstance(values, dict):
+        values = values.values()
+    elif not isinstance(values, (tuple, list)):
+        return []
+    return [t for value in values for t in _tensors(value)]
+
+
+def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
+    """Return the arguments that an operator writes into, by its schema."""
+    arguments = operator._schema.arguments
+    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
+    return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _is_alike_at_every_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -154,24 +168,23 @@ def _is_alike_at_every_place(operator: Any, args: tuple[Any, ...], kwargs: dict[
     those last ones, it computes one by one. Which element is one of them follows from the shape.
     """
     is_random = torch.Tag.nondeterministic_seeded in operator.tags
-    if operator.namespace != "aten" or _base(operator) in _IN_VECTORS or is_random or not _floats(args):
+    if operator.namespace != "aten" or _base(operator) in _IN_VECTORS or is_random:
         return True  # these are judged by their names
-    results = [
-        operator(*(_copied(value, spread) for value in args), **kwargs)
+    # copies of all tensors: an operator in place, or with out=, writes into them
+    vectors, singles = (
+        _tensors(operator(*_copied(args, spread), **_copied(kwargs, spread)))
         for spread in (_without_gaps, _with_gaps)
-    ]
-    a, b = (_floats([result]) for result in results)
-    return all(torch.equal(_numbers(x), _numbers(y)) for x, y in zip(a, b, strict=True))
-
-
-def _numbers(x: Tensor) -> Tensor:
-    return (torch.view_as_real(x) if x.is_complex() else x).nan_to_num()  # a NaN equals no NaN
+    )
+    pairs = zip(vectors, singles, strict=True)
+    return all(bool(((a == b) | (a.isnan() & b.isnan())).all()) for a, b in pairs)  # a NaN equals no NaN
 
 
 def _copied(value: Any, spread: Callable[[Tensor], Tensor]) -> Any:
     if isinstance(value, (tuple, list)):
         return type(value)(_copied(each, spread) for each in value)
-    return spread(value) if isinstance(value, Tensor) and value.dim() else value
+    if isinstance(value, dict):
+        return {name: _copied(each, spread) for name, each in value.items()}
+    return spread(value) if isinstance(value, Tensor) else value
 
 
 def _without_gaps(x: Tensor) -> Tensor:
@@ -184,12 +197,19 @@ def _with_gaps(x: Tensor) -> Tensor:
     return torch.stack((x, x), -1)[..., 0]
 
 
-def _is_in_order(operator: Any, is_replaced: bool, args: tuple[Any, ...], out: Any) -> bool:
-    """Return whether the bits of out do not depend on the shapes; is_replaced: the mode has a function for it."""
-    given = _floats(args)
-    if operator.namespace in ("fmoe_ext", "prim") or not given or not _floats([out]):
-        return True
+def _is_in_order(
+    operator: Any, is_replaced: bool, args: tuple[Any, ...], kwargs: dict[str, Any], results: list[Tensor]
+) -> bool:
+    """Return whether the bits of results do not depend on the shapes; is_replaced: the mode has a function for it."""
+    given = _tensors((args, kwargs))
     name = _base(operator)
+    has_floats = any(t.is_floating_point() or t.is_complex() for t in results)
+    if operator.namespace in ("fmoe_ext", "prim") or not has_floats:
+        return True
+    if name == "arange":  # torch rounds a multiple of a fraction otherwise in vectors
+        return all(float(value).is_integer() for value in args if isinstance(value, (int, float)))
+    if not given:
+        return True
     if operator.namespace != "aten":
         return False
     if name == "pow" and isinstance(args[1], (int, float)) and args[1] in EXACT_POWERS:
@@ -198,6 +218,8 @@ def _is_in_order(operator: Any, is_replaced: bool, args: tuple[Any, ...], out: A
         name in ("index_put", "_unsafe_index_put", "_index_put_impl") and True in args[3:]
     ):  # accumulate: in any order
         return False
+    if name == "index_add" and kwargs.get("alpha", 1) != 1:  # 16 bits are rounded otherwise in vectors
+        return given[0].itemsize > 2
     if name == "rsqrt" and given[0].itemsize > 2:
         return True
     if name in _IN_VECTORS:
@@ -213,7 +235,7 @@ def _is_in_order(operator: Any, is_replaced: bool, args: tuple[Any, ...], out: A
     return (
         torch.Tag.pointwise in operator.tags
         or operator.is_view
-        or name in _AT_EVERY_PLACE
+        or name in _ANY_SHAPE
         or name.startswith("new_")
         or name.endswith("_like")
     )

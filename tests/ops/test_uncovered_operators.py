@@ -1,0 +1,141 @@
+"""fmoe_ext.audit.coverage: which operators are named, and that trying one twice writes into nothing of the model."""
+
+import pytest
+import torch
+from torch import nn
+
+from fmoe_ext import batch_invariant
+from fmoe_ext.audit.coverage import uncovered_operators
+
+# operators of another library
+LIBRARY = torch.library.Library("fmoe_tests", "DEF")
+LIBRARY.define("write_product(Tensor x, Tensor weight, Tensor(a!) y) -> ()")
+LIBRARY.define("product(*, Tensor x, Tensor weight) -> Tensor")
+
+
+def write_product(x, weight, y):
+    y.copy_(x @ weight)
+
+
+LIBRARY.impl("write_product", write_product, "CPU")
+LIBRARY.impl("product", lambda x, weight: x @ weight, "CPU")
+
+
+class Called(nn.Module):
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+        self.register_buffer("number", torch.tensor(1.0))
+
+    def forward(self, x):
+        return self.function(self, x)
+
+
+def named(function, *sizes):
+    """Operators that are named in forwards of x [rows, 4], for several numbers of rows."""
+    module = Called(function)
+    inputs = [torch.arange(1.0, 4 * rows + 1).view(rows, 4) for rows in sizes]
+    with batch_invariant(), torch.no_grad():
+        found = uncovered_operators(module, [lambda x=x: module(x) for x in inputs])
+    return [name for one in found for name in one.operators]
+
+
+def write(_, x):
+    y = torch.empty_like(x)
+    torch.ops.fmoe_tests.write_product(x, torch.eye(4), y)
+    return y
+
+
+def integers(x):
+    return torch.arange(1, len(x) + 1)
+
+
+NAMED = {
+    "aten.mm": lambda _, x: torch.ops.aten.mm(x, torch.eye(4)),
+    "fmoe_tests.write_product": write,
+    "fmoe_tests.product": lambda _, x: torch.ops.fmoe_tests.product(x=x, weight=torch.eye(4)),
+    "aten.pow": lambda _, x: x * integers(x)[:, None] ** 1.3,
+    "aten.cosh": lambda _, x: x * torch.cosh(integers(x))[:, None],
+    "aten.arange": lambda _, x: x * torch.arange(0, 0.1 * (len(x) - 0.5), 0.1)[:, None],
+    "aten.index_add": lambda _, x: x.bfloat16().index_add(0, integers(x) - 1, x.bfloat16(), alpha=0.37),
+    "aten.angle": lambda _, x: torch.angle(torch.complex(x, x.cos()), out=torch.empty_like(x)),
+}
+
+
+@pytest.mark.parametrize("name", NAMED)
+def test_operators_are_named(name):
+    assert name in named(NAMED[name], 30, 50)
+
+
+@pytest.mark.parametrize("rows", [(3, 5), (5, 3), (3, 5, 3)])
+def test_operator_of_one_forward_alone_is_named(rows):
+    function = NAMED["aten.mm"]
+    assert named(lambda _, x: function(_, x) if len(x) == 5 else x, *rows) == ["aten.mm"]
+
+
+def test_operator_with_the_same_sizes_in_every_forward_is_not_named():
+    def slopes(_, x):  # as ALiBi has
+        return x * torch.ops.aten.mm(torch.ones(4, 4), torch.eye(4))[0]
+
+    assert named(slopes, 3, 5) == []
+
+
+class Tries(nn.Module):
+    """A module that takes another way where its part raises."""
+
+    def __init__(self):
+        super().__init__()
+        self.part = nn.Linear(3, 3)
+
+    def forward(self, x):
+        try:
+            return self.part(x)
+        except RuntimeError:
+            return torch.ops.aten.mm(x, torch.eye(4))
+
+
+def test_module_is_named_after_an_error_that_it_catches():
+    module = nn.Sequential(Tries())
+    with batch_invariant(), torch.no_grad():
+        found = uncovered_operators(module, [lambda n=n: module(torch.ones(n, 4)) for n in (3, 5)])
+    assert [(one.module, one.operators) for one in found] == [("0", ("aten.mm",))]
+
+
+COVERED = {
+    "arange": lambda _, x: x * torch.arange(len(x), dtype=x.dtype)[:, None],
+    "integers": lambda _, x: x * (integers(x)[:, None] * 0.37) ** 2,
+    "index_add": lambda _, x: (
+        x.index_add(0, integers(x) - 1, x, alpha=0.37).bfloat16().index_add(0, integers(x) - 1, x.bfloat16())
+    ),
+    "a number": lambda module, x: x * module.number,
+    "out": lambda _, x: torch.mul(x, 0.37, out=torch.empty_like(x)),
+    "out of another size": lambda _, x: torch.exp(x, out=torch.empty(0)),
+    "parts": lambda _, x: torch.frexp(x)[0],
+}
+
+
+@pytest.mark.parametrize("name", COVERED)
+def test_operators_that_are_alike_at_every_place_are_not_named(name):
+    assert named(COVERED[name], 30, 50) == []
+
+
+WRITES = {
+    "mul_ of a number": lambda module, x: module.number.mul_(0.5),
+    "mul_": lambda module, x: x.mul_(0.5),
+    "mul_ of a view": lambda module, x: x[:, 1].mul_(0.5),
+    "add_ of a number to itself": lambda module, x: module.number.add_(module.number),
+    "out is an argument": lambda module, x: torch.mul(x, 2.0, out=x),
+    "out is a number": lambda module, x: torch.add(module.number, 1.0, out=module.number),
+    "two results": lambda module, x: torch.frexp(x, out=(x, torch.empty_like(x, dtype=torch.int32))),
+    "list": lambda module, x: torch._foreach_mul_([x, module.number], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", WRITES)
+def test_trying_an_operator_writes_into_nothing(name):
+    modules, inputs = [Called(WRITES[name]) for _ in range(2)], [torch.ones(3, 4) * 3 for _ in range(2)]
+    with batch_invariant(), torch.no_grad():
+        modules[0](inputs[0])
+        uncovered_operators(modules[1], [lambda: modules[1](inputs[1])])
+    assert torch.equal(inputs[1], inputs[0]) and modules[1].number == modules[0].number
+    assert not torch.equal(inputs[0], torch.ones(3, 4) * 3) or modules[0].number != 1
