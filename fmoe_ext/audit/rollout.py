@@ -37,9 +37,15 @@ from fmoe_ext.ops import batch_invariant
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
 
 NUM_TEXTS, NUM_TOKENS = 2, 24  # of random tokens, if none are given
+_SEARCHED = (
+    "padded on the left",
+    "padded on the right",
+    "static cache",
+)  # where a model may call other operators
 _AROUND = 4  # tokens before and behind a length at which the model changes, which are computed one at a time
 _MOST_TOKENS = 1 << 10  # of a longer text across such lengths
 _MOST_WORK = 1 << 37  # its tokens times the model's parameters
+_MOST_BYTES = 1 << 24  # of a buffer that is put back; larger ones are packed weights, which no forward writes
 
 # {where it stands among arguments or results: tensor of floats [B, L, ...]}
 _Rows: TypeAlias = dict[str, Tensor]
@@ -91,12 +97,17 @@ class RolloutReport:
     longest: int = 0  # tokens of the longest text
     uncovered: Sequence[Uncovered] = ()  # operators that batch_invariant() does not cover
     untried: Sequence[str] = ()  # what the texts do not show
+    unsearched: str | None = None  # what the search for uncovered operators raised
 
     @property
     def ok(self) -> bool:
         """True if every way that is possible has the bits of training, by operators that are covered."""
+        return self._is_equal_here and not self.uncovered and self.unsearched is None
+
+    @property
+    def _is_equal_here(self) -> bool:
         tried = [way for way in self.ways if not way.is_impossible]
-        return bool(tried) and all(way.ok for way in tried) and not self.uncovered
+        return bool(tried) and all(way.ok for way in tried)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON's types."""
@@ -106,12 +117,16 @@ class RolloutReport:
         lines = [
             *map(str, self.ways),
             *(f"UNCOVERED  {one}: other bits at other sizes" for one in self.uncovered),
+            *(
+                [f"FAILED     the search for operators that are not covered: {self.unsearched}"]
+                * bool(self.unsearched)
+            ),
             *(f"not tried  {what}" for what in self.untried),
         ]
         size = f"{self.num_texts} x {self.num_tokens} tokens, {self.dtype}, {self.seconds:.0f} s"
         if self.ok:
             verdict = f"what is generated is trained, up to {self.longest:,} tokens"
-        elif self.uncovered and all(way.ok or way.is_impossible for way in self.ways):
+        elif self._is_equal_here:
             verdict = "equal here, but not shown for other texts"
         else:
             verdict = "what is generated is not what is trained"
@@ -122,8 +137,9 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     """Compare the log-probabilities of a text that is generated with those of the forward of training.
 
     model: a causal language model of Transformers, in the dtype and with the adapters that it trains with; it is left
-    in its own train() or eval(). tokens [B, L] int64: without padding, at least 4 a text; None takes random ones, and
-    a longer text where the model changes with the length and that text can be afforded.
+    in its own train() or eval(), and buffers that its forward writes, of up to 16 MiB each, are put back.
+    tokens [B, L] int64: without padding, at least 4 a text; None takes random ones, and a longer text where the model
+    changes with the length and that text can be afforded.
     invariant: under batch_invariant(); False shows what it changes.
     Ways: token by token, a text in parts, a static cache, padding on the left (generated) and on the right, each text
     alone, whole and token by token, one thread where torch has several. Raises AuditError for what cannot be compared;
@@ -161,46 +177,54 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     num_texts, num_tokens = tokens.shape
     mode = batch_invariant if invariant else nullcontext
     can_be_off = invariant and not is_batch_invariant()  # the mode of the process cannot
-    with mode():
-        subject = _Subject(model, _called_with_keywords(model, tokens[:1]))
-    ways, untried, uncovered, longest = [], [], [], num_tokens
-    for text in [tokens] if longer is None else [tokens, longer]:
-        try:
-            with mode():
-                truth = _forwards(subject, [_Part(text, text.shape[1])], trains=True)
-        except Exception as error:
-            if text is longer:
-                untried.append(f"{text.shape[1]:,} tokens: training raised {_first_line(error)}")
-            else:
-                ways = [Way("the forward of training", error=f"{type(error).__name__}: {error}")]
-            break
-        longest = text.shape[1]
-        for name, run in _ways(subject, text, across if text is longer else ()).items():
+    ways, untried, uncovered, unsearched, longest = [], [], [], None, num_tokens
+    half = num_tokens // 2
+    searched: list[Callable[[], Any]] = []  # forwards whose operators are looked at
+    with _put_back(model):
+        with mode():
+            subject = _Subject(model, _called_with_keywords(model, tokens[:1]))
+        for text in [tokens] if longer is None else [tokens, longer]:
             try:
                 with mode():
-                    found = run()
-                ways.append(_compare(name, truth, found))
+                    truth = _forwards(subject, [_Part(text, text.shape[1])], trains=True)
             except Exception as error:
-                ways.append(Way(name, error=f"{type(error).__name__}: {error}"))
-                if can_be_off:
-                    try:
-                        run()
-                    except Exception as usual:
-                        ways[-1] = Way(name, error=_first_line(usual), is_impossible=True)
-    else:
-        if invariant:
-            half, forwards = num_tokens // 2, []
-            for several in (tokens, tokens[:1] if num_texts > 1 else tokens.repeat(2, 1)):
-                first, then = _Part(several[:, :half], half), _Part(several[:, half : half + 1], 1)
-                for parts in ([_Part(several, num_tokens)], [first, then]):
-                    forwards.append(partial(_forwards, subject, parts))
-            try:
-                with batch_invariant():
-                    uncovered = uncovered_operators(model, forwards)
-            except Exception as error:
-                untried.append(
-                    f"operators outside of what is covered: the search raised {_first_line(error)}"
-                )
+                if text is longer:
+                    untried.append(f"{text.shape[1]:,} tokens: training raised {_first_line(error)}")
+                else:
+                    ways = [Way("the forward of training", error=f"{type(error).__name__}: {error}")]
+                break
+            longest = text.shape[1]
+            if num_nan := int(truth.logits.isnan().any(-1).sum()):
+                what = f"{num_nan} of {text.numel()} tokens have logits that are NaN: there is nothing to compare"
+                ways.append(Way("the forward of training", error=what))
+                break
+            searched.append(partial(_forwards, subject, [_Part(text, longest)], trains=True))
+            for name, run in _ways(subject, text, across if text is longer else ()).items():
+                try:
+                    with mode():
+                        found = run()
+                    ways.append(_compare(name, truth, found))
+                    if text is longer or name in _SEARCHED:
+                        searched.append(run)
+                except Exception as error:
+                    ways.append(Way(name, error=f"{type(error).__name__}: {error}"))
+                    if can_be_off:
+                        try:
+                            run()
+                        except Exception as usual:
+                            ways[-1] = Way(name, error=_first_line(usual), is_impossible=True)
+        else:
+            if invariant:
+                one = tokens[:1] if num_texts > 1 else tokens.repeat(2, 1)  # another size of the batch
+                searched.append(partial(_forwards, subject, [_Part(one, num_tokens)], trains=True))
+                for several in (tokens, one):
+                    parts = [_Part(several[:, :half], half), _Part(several[:, half : half + 1], 1)]
+                    searched.append(partial(_forwards, subject, parts))
+                try:
+                    with batch_invariant():
+                        uncovered = uncovered_operators(model, searched)
+                except Exception as error:
+                    unsearched = _first_line(error)
     untried += [
         f"texts of more than {length:,} tokens: {what} changes there"
         for length, what in lengths.items()
@@ -208,7 +232,41 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     ]
     dtype = str(next(model.parameters()).dtype).removeprefix("torch.")
     seconds = time.monotonic() - began
-    return RolloutReport(ways, num_texts, num_tokens, dtype, seconds, longest, uncovered, untried)
+    return RolloutReport(ways, num_texts, num_tokens, dtype, seconds, longest, uncovered, untried, unsearched)
+
+
+@contextmanager
+def _put_back(model: nn.Module) -> Iterator[None]:
+    """Put back the random state of the CPU and the buffers that forwards write or replace.
+
+    With them the numbers of their modules, which say what the buffers are of: rotary positions of type "dynamic" keep
+    the longest text for which they were computed.
+    """
+    kept: list[tuple[nn.Module, dict[str, Any], dict[str, Tensor], dict[str, Any]]] = []
+    for module in model.modules():
+        buffers: dict[str, Any] = dict(module._buffers)
+        if buffers:
+            copies = {
+                name: t.clone()
+                for name, t in buffers.items()
+                if type(t) is Tensor and not (t.is_meta or t.is_inference()) and t.nbytes <= _MOST_BYTES
+            }
+            numbers = {k: v for k, v in vars(module).items() if isinstance(v, (bool, int, float, Tensor))}
+            kept.append((module, buffers, copies, numbers))
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        for module, buffers, copies, numbers in kept:
+            written = [name for name, copy in copies.items() if not torch.equal(buffers[name], copy)]
+            replaced = [name for name, t in module._buffers.items() if t is not buffers.get(name)]
+            with torch.no_grad():
+                for name in written:
+                    buffers[name].copy_(copies[name])
+            if written or replaced:
+                module._buffers.clear()
+                module._buffers.update(buffers)
+                vars(module).update(numbers)
 
 
 def _first_line(error: Exception) -> str:
@@ -467,7 +525,8 @@ def _real(t: Tensor, part: _Part) -> Tensor:
 
 
 def _compare(name: str, truth: _Computed, ours: _Computed) -> Way:
-    expected, found = (torch.log_softmax(one.logits.float(), -1) for one in (truth, ours))
+    dtype = torch.promote_types(truth.logits.dtype, torch.float32)
+    expected, found = (torch.log_softmax(one.logits.to(dtype), -1) for one in (truth, ours))
     is_equal = (expected == found) | (expected.isnan() & found.isnan())
     if bool(is_equal.all()):
         return Way(name, 1.0)

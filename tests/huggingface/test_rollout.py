@@ -294,6 +294,105 @@ def test_operators_outside_of_what_is_covered_are_named(operator):
     assert not report.ok
 
 
+class Sometimes(nn.Module):
+    """The identity by aten.mm where when(x) is true, which batch_invariant() does not cover."""
+
+    def __init__(self, when):
+        super().__init__()
+        self.when, self.weight = when, nn.Parameter(torch.eye(48))
+
+    def forward(self, x):
+        if self.when(x):
+            return torch.ops.aten.mm(x.flatten(0, -2), self.weight).view_as(x)
+        return nn.functional.linear(x, self.weight)
+
+
+RARE = {
+    "many rows": lambda x: x[..., 0].numel() > 16,
+    "few rows": lambda x: x[..., 0].numel() == 1,
+    "with gradients": lambda x: torch.is_grad_enabled(),
+    "as many rows as with padding": lambda x: x.shape[1] == 12,
+}
+
+
+@pytest.mark.parametrize("when", RARE)
+def test_operators_that_only_some_forwards_call_are_named(when):
+    report = audit_rollout(with_mixer(Sometimes(RARE[when])), texts(2, 9))
+    assert all(way.ok or way.is_impossible for way in report.ways), str(report)
+    assert [str(one) for one in report.uncovered] == [
+        "aten.mm, computed by torch.ops.aten.mm in model.layers.1.mixer"
+    ]
+    assert not report.ok and "equal here, but not shown for other texts" in str(report)
+
+
+def test_operators_of_a_longer_text_are_named():
+    config = transformers.MistralConfig(**SIZES, sliding_window=40)
+    model = transformers.MistralForCausalLM(config).eval()
+    mixer = Sometimes(lambda x: x.shape[1] == 44)  # as a whole
+    model.model.layers[1] = Wrapped(model.model.layers[1], mixer, False)
+    report = audit_rollout(model)
+    assert "model.layers.1.mixer" in str(report.uncovered) and not report.ok, str(report)
+
+
+class Stateful(nn.Module):
+    """A module that counts its calls and the mean of its inputs in buffers, one of which it replaces."""
+
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("halved", torch.tensor(1.0))
+        self.register_buffer("mean", torch.zeros(48))
+        self.register_buffer("last", torch.zeros(1))
+        self.num_calls = 0
+
+    def forward(self, x):
+        self.num_calls += 1
+        self.halved.mul_(0.5)
+        self.mean.lerp_(x.detach().mean((0, 1)), 0.1)
+        self.register_buffer("last", x.detach()[:1, 0, 0])
+        return torch.zeros_like(x)
+
+
+def test_buffers_and_random_state_are_left_as_they_were():
+    mixer = Stateful()
+    model, buffers = with_mixer(mixer), dict(mixer.named_buffers())
+    mixer.train().register_forward_hook(lambda *_: torch.rand(1))
+    state = torch.get_rng_state()
+    audit_rollout(model, texts(2, 9))
+    assert torch.equal(torch.get_rng_state(), state)
+    assert mixer.num_calls == 0 and mixer.training
+    assert all(mixer.get_buffer(name) is t for name, t in buffers.items())
+    assert mixer.halved == 1 and not mixer.mean.any() and not mixer.last.any()
+
+
+def test_float64_is_compared_in_float64():
+    report = audit_rollout(make_model("Llama", torch.float64), texts(2, 9), invariant=False)
+    (token_by_token,) = [way for way in report.ways if way.name == "token by token"]
+    assert not token_by_token.ok and token_by_token.largest < 1e-12, str(report)
+    assert audit_rollout(make_model("Llama", torch.float64), texts(2, 9)).ok
+
+
+def test_nan_equals_nothing():
+    model = make_model("Llama")
+    with torch.no_grad():
+        model.lm_head.weight[0, 0] = torch.nan
+    report = audit_rollout(model, texts(2, 9))
+    assert not report.ok
+    assert "18 of 18 tokens have logits that are NaN: there is nothing to compare" in str(report)
+
+
+def test_search_for_operators_that_raises_is_no_success():
+    def refuse(module, args):
+        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
+            raise ValueError("not under a dispatch mode")
+
+    model = make_model("Llama")
+    model.model.layers[0].mlp.register_forward_pre_hook(refuse)
+    report = audit_rollout(model, texts(2, 9))
+    assert not report.ok and "not under a dispatch mode" in report.unsearched
+    assert "FAILED     the search for operators that are not covered: " in str(report)
+    assert "equal here, but not shown for other texts" in str(report)
+
+
 class ByNumber(nn.Module):
     """An embedding of numbers that the code in front of it adds up over all texts of the batch."""
 
