@@ -88,7 +88,7 @@ def train_with_operators_of_this_checkout(name, folder, *options, **env):
     return {case: load_file(folder / f"{case}.out.safetensors") for case in CASES}
 
 
-@pytest.mark.slow
+@pytest.mark.long
 def test_sanitizers_find_nothing(tmp_path):
     """Headers and operators built with AddressSanitizer and UBSan."""
     no_leaks = {"ASAN_OPTIONS": "detect_leaks=0"}  # LibTorch keeps its registries

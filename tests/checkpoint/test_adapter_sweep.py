@@ -192,9 +192,10 @@ def sweep_all(folder, kinds):
 
 @pytest.mark.long
 def test_every_small_architecture_is_equal_for_peft_or_refused(tmp_path, monkeypatch):
+    """One tensor of a layer, and all with the router; the slow test below has the other kinds."""
     small = [name for name in every_moe() if sum(p.numel() for p in make(name).parameters()) < SMALL]
     monkeypatch.setitem(globals(), "every_moe", lambda: small)
-    found = sweep_all(tmp_path, {kind: KINDS[kind] for kind in ("experts", "gate_up", "router")})
+    found = sweep_all(tmp_path, {kind: KINDS[kind] for kind in ("gate_up", "router")})
     assert len(found) >= 28
 
 
