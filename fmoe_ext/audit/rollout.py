@@ -4,10 +4,11 @@ Training by a model's own samples (GRPO and its kin) compares the log-probabilit
 training has the whole text, generation has one token at a time and a cache. They should be equal and seldom are, since
 most products are summed in another order for one row than for many. Under batch_invariant() they are equal to the bit.
 
-A text is computed once as in training, then in each way that generation has. Hooks on all modules keep inputs and
-outputs of both. Where log-probabilities differ, the first module is named whose output differs though its input does
-not, or which wrote into its input; where the input of the first one differs already, the difference arose in the code
-of the module around it.
+A text is computed once as in training, then in each way that generation has: by the model's forward with a cache, and
+by generate(), which is made to choose the text's tokens and works where a cache has another name. Hooks on all modules
+keep inputs and outputs of forwards. Where log-probabilities differ, the first module is named whose output differs
+though its input does not, or which wrote into its input; where the input of the first one differs already, the
+difference arose in the code of the module around it.
 
 Equal texts do not prove the rest. So the report also names lengths at which the model changes and that no text
 had (lengths.py), and operators that the mode does not cover (coverage.py).
@@ -38,10 +39,12 @@ from fmoe_ext.ops.batch_invariant import is_batch_invariant
 
 NUM_TEXTS, NUM_TOKENS = 2, 24  # of random tokens, if none are given
 _SEARCHED = (
-    "padded on the left",
+    "padded on the left by 3",
     "padded on the right",
     "static cache",
 )  # where a model may call other operators
+# ways that generate nothing: forwards of whole texts
+_WHOLE_TEXTS = ("padded on the right", "each text alone", "on one thread")
 _AROUND = 4  # tokens before and behind a length at which the model changes, which are computed one at a time
 _MOST_TOKENS = 1 << 10  # of a longer text across such lengths
 _MOST_WORK = 1 << 37  # its tokens times the model's parameters
@@ -62,7 +65,7 @@ class Way:
     equal: float = 0.0  # share of the log-probabilities that have the same bits
     kl: float = 0.0  # from training to it, the mean over tokens, in nats
     largest: float = 0.0  # difference of a log-probability
-    first: str = ""  # where the two part
+    first: str = ""  # where the two part; not known of generate()
     error: str | None = None  # what it raised, and in which module
     is_impossible: bool = False  # it raises without batch_invariant() too: there is nothing to compare
 
@@ -73,7 +76,7 @@ class Way:
 
     def __str__(self) -> str:
         if self.is_impossible:
-            return f"impossible {self.name}: not possible with this model in Transformers: {self.error}"
+            return f"impossible {self.name}: raises without batch_invariant() too: {self.error}"
         if self.error is not None:
             return f"FAILED     {self.name}: {self.error}"
         if self.ok:
@@ -81,7 +84,7 @@ class Way:
         share = math.floor(1000 * self.equal) / 10  # not 100.0 while one differs
         return (
             f"DIFFERENT  {self.name}: {share}% of the log-probabilities have the same bits, KL {self.kl:.1e}, off by "
-            f"up to {self.largest:.1e}; they part in {self.first}"
+            f"up to {self.largest:.1e}" + (f"; they part in {self.first}" if self.first else "")
         )
 
 
@@ -101,13 +104,13 @@ class RolloutReport:
 
     @property
     def ok(self) -> bool:
-        """True if every way that is possible has the bits of training, by operators that are covered."""
-        return self._is_equal_here and not self.uncovered and self.unsearched is None
+        """True if every possible way, one that generates among them, has training's bits by covered operators."""
+        is_equal = self._generates and all(way.ok or way.is_impossible for way in self.ways)
+        return is_equal and not self.uncovered and self.unsearched is None
 
     @property
-    def _is_equal_here(self) -> bool:
-        tried = [way for way in self.ways if not way.is_impossible]
-        return bool(tried) and all(way.ok for way in tried)
+    def _generates(self) -> bool:
+        return any(not way.is_impossible and way.name not in _WHOLE_TEXTS for way in self.ways)
 
     def as_dict(self) -> dict[str, Any]:
         """The report as JSON's types."""
@@ -126,10 +129,12 @@ class RolloutReport:
         size = f"{self.num_texts} x {self.num_tokens} tokens, {self.dtype}, {self.seconds:.0f} s"
         if self.ok:
             verdict = f"what is generated is trained, up to {self.longest:,} tokens"
-        elif self._is_equal_here:
-            verdict = "equal here, but not shown for other texts"
-        else:
+        elif not all(way.ok or way.is_impossible for way in self.ways):
             verdict = "what is generated is not what is trained"
+        elif not self._generates:
+            verdict = "no way to generate could be compared"
+        else:
+            verdict = "equal here, but not shown for other texts"
         return "\n".join([*lines, f"{size}: {verdict}"])
 
 
@@ -142,7 +147,8 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     changes with the length and that text can be afforded.
     invariant: under batch_invariant(); False shows what it changes.
     Ways: token by token, a text in parts, a static cache, padding on the left (generated) and on the right, each text
-    alone, whole and token by token, one thread where torch has several. Raises AuditError for what cannot be compared;
+    alone, whole and token by token, one thread where torch has several, generate(). With learned prompts of PEFT, which
+    only generate() puts in front of a cache, no other way generates. Raises AuditError for what cannot be compared;
     what a way raises is part of the report, as are lengths that no text had and operators that are not covered.
     Equivalent to: torch.equal(log_softmax(model(tokens).logits), log_softmax(model.generate's logits)).
 
@@ -217,9 +223,13 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
             if invariant:
                 one = tokens[:1] if num_texts > 1 else tokens.repeat(2, 1)  # another size of the batch
                 searched.append(partial(_forwards, subject, [_Part(one, num_tokens)], trains=True))
+                compared = [way.name for way in ways if way.error is None]
                 for several in (tokens, one):
-                    parts = [_Part(several[:, :half], half), _Part(several[:, half : half + 1], 1)]
-                    searched.append(partial(_forwards, subject, parts))
+                    if "token by token" in compared:
+                        parts = [_Part(several[:, :half], half), _Part(several[:, half : half + 1], 1)]
+                        searched.append(partial(_forwards, subject, parts))
+                    elif "generate()" in compared:
+                        searched.append(partial(_generate, subject, several[:, : half + 2], half))
                 try:
                     with batch_invariant():
                         uncovered = uncovered_operators(model, searched)
@@ -317,6 +327,11 @@ class _Subject:
     model: Any
     with_keywords: frozenset[nn.Module]  # called with tensors as keyword arguments
 
+    @property
+    def has_learned_prompt(self) -> bool:
+        """PEFT's forward puts it in front of each call, also of one with a cache that has it already."""
+        return bool(getattr(getattr(self.model, "active_peft_config", None), "is_prompt_learning", False))
+
 
 @dataclass(frozen=True)
 class _Part:
@@ -335,6 +350,7 @@ class _Computed:
 
     logits: Tensor
     seen: _Seen = field(default_factory=dict)
+    begin: int = 0  # the first token whose logits they are
 
 
 def _ways(
@@ -353,14 +369,14 @@ def _ways(
     def parts(*sizes: int) -> list[_Part]:
         return [_Part(part, part.shape[1]) for part in tokens.split(list(sizes), 1)]
 
-    def padded_left() -> _Computed:
-        pads = torch.full_like(tokens[:, :3], int(tokens[0, 0]))
+    def padded_left(num_pads: int) -> _Computed:
+        pads = tokens[:1, :1].expand(num_texts, num_pads)
         mask = torch.cat((torch.zeros_like(pads), torch.ones_like(tokens)), 1)
         positions = (mask.cumsum(1) - 1).clamp(min=0)
         whole, begin, inputs = torch.cat((pads, tokens), 1), 0, []
-        for size in (sizes[0] + 3, *sizes[1:]):
+        for size in (sizes[0] + num_pads, *sizes[1:]):
             end = begin + size
-            real = min(size, end - 3)
+            real = min(size, end - num_pads)
             inputs.append(_Part(whole[:, begin:end], real, mask[:, :end], positions[:, begin:end]))
             begin = end
         return _forwards(subject, inputs)
@@ -391,25 +407,49 @@ def _ways(
             subject, parts(*sizes), cache=StaticCache(subject.model.config, max_cache_len=length + 3)
         )
 
+    ways: dict[str, Callable[[], _Computed]]
     if across:
         passed = f"{length:,} tokens, one at a time at {', '.join(f'{n:,}' for n in across)}"
-        return {
+        ways = {
             passed: lambda: _forwards(subject, parts(*sizes)),
-            f"{passed}, padded on the left": padded_left,
+            f"{passed}, padded on the left": lambda: padded_left(3),
             f"{passed}, static cache": static_cache,
+            f"{length:,} tokens, generate()": lambda: _generate(subject, tokens, across[-1] - _AROUND),
         }
-    ways: dict[str, Callable[[], _Computed]] = {
-        "token by token": lambda: _forwards(subject, parts(*[1] * length)),
-        "prefill in parts": lambda: _forwards(subject, parts(half - 1, 1, length - half)),
-        "padded on the left": padded_left,
-        "padded on the right": padded_right,
-    }
-    if num_texts > 1:
-        ways["each text alone"] = lambda: alone(length)
-        ways["each text alone, token by token"] = lambda: alone(*[1] * length)
-    if torch.get_num_threads() > 1:
-        ways["on one thread"] = on_one_thread
-    return ways | {"static cache": static_cache}
+    else:
+        ways = {
+            "token by token": lambda: _forwards(subject, parts(*[1] * length)),
+            "prefill in parts": lambda: _forwards(subject, parts(half - 1, 1, length - half)),
+            # two widths without a common divisor: one hides what depends on a place in the cache modulo that width
+            "padded on the left by 3": lambda: padded_left(3),
+            "padded on the left by 4": lambda: padded_left(4),
+            "padded on the right": padded_right,
+        }
+        if num_texts > 1:
+            ways["each text alone"] = lambda: alone(length)
+            ways["each text alone, token by token"] = lambda: alone(*[1] * length)
+        if torch.get_num_threads() > 1:
+            ways["on one thread"] = on_one_thread
+        ways["static cache"] = static_cache
+        ways["generate()"] = lambda: _generate(subject, tokens, half)
+    if subject.has_learned_prompt:
+        able = (*_WHOLE_TEXTS, "generate()")
+        ways = {name: run for name, run in ways.items() if name.endswith(able)}
+    return ways
+
+
+def _generate(subject: _Subject, tokens: Tensor, num_given: int) -> _Computed:
+    """The logits of generate(), which is given the first tokens of each text and has no choice about the others."""
+    out = subject.model.generate(
+        input_ids=tokens[:, :num_given],
+        attention_mask=torch.ones_like(tokens[:, :num_given]),
+        prefix_allowed_tokens_fn=lambda text, so_far: [int(tokens[text, len(so_far)])],
+        **{"max_new_tokens": tokens.shape[1] - num_given, "eos_token_id": None, "do_sample": False},
+        **{"num_beams": 1, "use_cache": True, "output_logits": True, "return_dict_in_generate": True},
+    )
+    if not torch.equal(out.sequences, tokens):
+        raise AuditError("generate() chose other tokens than prefix_allowed_tokens_fn= allows")
+    return _Computed(torch.stack(out.logits, 1), begin=num_given - 1)
 
 
 def _forwards(
@@ -424,7 +464,11 @@ def _forwards(
         with torch.set_grad_enabled(trains), _watch(subject, part) as seen:
             out = subject.model(input_ids=part.tokens, use_cache=uses_cache, **given)
         cache = out.past_key_values if uses_cache else None
-        found.append(_Computed(_real(out.logits.detach(), part), seen))
+        if uses_cache and cache is None:
+            raise AuditError("the model was called with use_cache=True, but returned no past_key_values")
+        # the last ones: a learned prompt in front of the text has logits too
+        logits = out.logits.detach()[:, -part.tokens.shape[1] :]
+        found.append(_Computed(_real(logits, part), seen))
     return found[0] if len(found) == 1 else _join(found, 1)
 
 
@@ -525,14 +569,16 @@ def _real(t: Tensor, part: _Part) -> Tensor:
 
 
 def _compare(name: str, truth: _Computed, ours: _Computed) -> Way:
-    dtype = torch.promote_types(truth.logits.dtype, torch.float32)
-    expected, found = (torch.log_softmax(one.logits.to(dtype), -1) for one in (truth, ours))
+    dtype = torch.promote_types(ours.logits.dtype, torch.float32)  # generate() returns float32
+    logits = truth.logits[:, ours.begin : ours.begin + ours.logits.shape[1]]
+    expected, found = (torch.log_softmax(one.to(dtype), -1) for one in (logits, ours.logits))
     is_equal = (expected == found) | (expected.isnan() & found.isnan())
     if bool(is_equal.all()):
         return Way(name, 1.0)
     kl = (expected.exp() * (expected - found)).sum(-1).mean().item()
     largest = (expected - found).abs().max().item()
-    return Way(name, is_equal.float().mean().item(), kl, largest, _parting(truth.seen, ours.seen))
+    first = _parting(truth.seen, ours.seen) if ours.seen else ""
+    return Way(name, is_equal.float().mean().item(), kl, largest, first)
 
 
 def _parting(truth: _Seen, ours: _Seen) -> str:

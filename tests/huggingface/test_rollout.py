@@ -106,7 +106,7 @@ def generated(model, tokens, sizes, mask=None, cache=None):
 def test_generated_log_probabilities_equal_trained(name, dtype):
     report = audit_rollout(make_model(name, dtype), texts(2, 14))
     assert report.ok and not report.uncovered, str(report)
-    assert len(report.ways) == 7 + (torch.get_num_threads() > 1) and all(way.ok for way in report.ways)
+    assert len(report.ways) == 9 + (torch.get_num_threads() > 1) and all(way.ok for way in report.ways)
 
 
 @pytest.mark.parametrize("implementation", ["eager", "fmoe"])
@@ -205,32 +205,37 @@ def test_default_text_passes_lengths_at_which_the_model_changes():
     longrope = {"short_factor": [1.0] * 6, "long_factor": [4.0] * 6, "original_max_position_embeddings": 48}
     for changes in (rope("dynamic"), rope("longrope", **longrope)):
         length = 48 if "longrope" in str(changes) else 64
-        report = audit_rollout(make_model("Llama", **changes, max_position_embeddings=64))
-        assert all(way.ok for way in report.ways[:6])
+        report = audit_rollout(
+            make_model("Llama", num_hidden_layers=1, **changes, max_position_embeddings=64)
+        )
+        assert all(way.ok for way in report.ways[:9])
         differing = [str(way) for way in report.ways if not way.ok]
-        assert len(differing) == 3 and all(f"tokens, one at a time at {length}" in text for text in differing)
+        assert len(differing) == 4 and all(
+            f"tokens, one at a time at {length}" in text for text in differing[:3]
+        )
+        assert f"DIFFERENT  {length + 4} tokens, generate(): " in differing[3]
         assert "they part in model.rotary_emb" in differing[0]
         assert not report.ok and not report.untried and report.longest == length + 4
 
-    report = audit_rollout(make_model("Llama", **rope("linear")))
+    report = audit_rollout(make_model("Llama", num_hidden_layers=1, **rope("linear")))
     assert report.ok and not report.untried and report.longest == 24, str(report)
 
 
 def test_windows_and_chunks_are_passed():
-    config = transformers.MistralConfig(**SIZES, sliding_window=40)
+    config = transformers.MistralConfig(**{**SIZES, "num_hidden_layers": 1}, sliding_window=40)
     report = audit_rollout(transformers.MistralForCausalLM(config).eval())
     assert report.ok and report.longest == 44, str(report)
     assert "what is generated is trained, up to 44 tokens" in str(report)
 
 
 def test_lengths_that_were_not_tried_are_said():
-    model = make_model("Llama", **rope("dynamic"), max_position_embeddings=4096)
+    model = make_model("Llama", num_hidden_layers=1, **rope("dynamic"), max_position_embeddings=4096)
     for tokens in (None, texts(1, 6)):
         report = audit_rollout(model, tokens)
         assert report.ok, str(report)
         assert "not tried  texts of more than 4,096 tokens: rope of type dynamic changes there" in str(report)
         assert f"up to {24 if tokens is None else 6} tokens" in str(report)
-    model = make_model("Llama", **rope("dynamic"), max_position_embeddings=64)
+    model = make_model("Llama", num_hidden_layers=1, **rope("dynamic"), max_position_embeddings=64)
     assert "texts of more than 64 tokens" in str(audit_rollout(model, texts(1, 64)).untried)
     assert not audit_rollout(model, texts(1, 65)).untried
 
@@ -241,7 +246,7 @@ def test_way_that_transformers_refuses_is_no_difference():
     report = audit_rollout(model, texts(2, 9))
     (impossible,) = [way for way in report.ways if way.is_impossible]
     assert impossible.name == "static cache" and not impossible.ok
-    assert "not possible with this model in Transformers: RuntimeError: " in str(impossible)
+    assert "impossible static cache: raises without batch_invariant() too: RuntimeError: " in str(impossible)
     assert report.ok, str(report)
 
     def refuse(module, args):
@@ -253,6 +258,78 @@ def test_way_that_transformers_refuses_is_no_difference():
     report = audit_rollout(model, texts(2, 9))
     assert not report.ok and not any(way.is_impossible for way in report.ways)
     assert "only in the mode" in str(report)
+
+
+def without_cache(name, **sizes):
+    """A model whose cache is no past_key_values, or that has none."""
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(vocab_size=97, pad_token_id=0, **sizes)
+    model_class = {"OpenAIGPT": "OpenAIGPTLMHeadModel"}.get(name, f"{name}ForCausalLM")
+    model = getattr(transformers, model_class)(config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(torch.randn_like(p), alpha=0.1)
+    return model
+
+
+RWKV = {"hidden_size": 32, "attention_hidden_size": 32, "num_hidden_layers": 2, "context_length": 64}
+XLSTM = {"hidden_size": 128, "embedding_dim": 128, "num_heads": 4, "num_hidden_layers": 1, "num_blocks": 1}
+XLSTM |= {"chunk_size": 4}  # one by one behind the last whole chunk
+
+
+@pytest.mark.parametrize("name", ["Rwkv", "OpenAIGPT"])
+def test_model_without_past_key_values_is_compared_by_generate(name):
+    gpt = {"n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 64}
+    # one text: Transformers' RWKV computes other values for several with its state
+    report = audit_rollout(without_cache(name, **(RWKV if name == "Rwkv" else gpt)), texts(1, 8))
+    ways = {way.name: way for way in report.ways}
+    assert ways["generate()"].ok and ways["token by token"].is_impossible, str(report)
+    assert report.ok, str(report)
+
+
+def test_other_state_without_past_key_values_is_a_difference():
+    report = audit_rollout(without_cache("xLSTM", **XLSTM), texts(1, 8))
+    assert not report.ok
+    (way,) = [way for way in report.ways if way.name == "generate()"]
+    assert not way.is_impossible and 0 < way.equal < 1, str(report)
+    assert "what is generated is not what is trained" in str(report)
+
+
+def test_model_that_cannot_generate_is_not_ok():
+    model = without_cache("Rwkv", **RWKV)
+    model.generate = None
+    report = audit_rollout(model, texts(2, 8))
+    assert all(way.ok or way.is_impossible for way in report.ways) and not report.ok, str(report)
+    assert str(report).endswith("no way to generate could be compared")
+
+
+@pytest.mark.parametrize(("period", "num_pads"), [(3, 4), (4, 3)])
+def test_place_in_the_cache_modulo_a_width_of_padding_is_found(period, num_pads):
+    def change(module, args, kwargs):
+        x, cache = kwargs["hidden_states"], kwargs["past_key_values"]
+        columns = torch.arange(x.shape[1]) + (cache.get_seq_length() if cache else 0)
+        return args, {**kwargs, "hidden_states": x * (1 + (columns % period == 0) * 1e-2)[:, None]}
+
+    model = make_model("Llama", num_hidden_layers=1)
+    model.model.layers[0].self_attn.register_forward_pre_hook(change, with_kwargs=True)
+    report = audit_rollout(model, texts(1, 6))
+    differing = [way.name for way in report.ways if not way.ok]
+    assert differing == [f"padded on the left by {num_pads}"], str(report)
+
+
+@pytest.mark.parametrize("kind", ["PrefixTuning", "PromptTuning"])
+def test_learned_prompts_are_compared_by_generate(kind):
+    peft = pytest.importorskip("peft")
+    config = getattr(peft, f"{kind}Config")(num_virtual_tokens=5, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(make_model("Llama", num_hidden_layers=1), config).eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.requires_grad:
+                p.normal_()
+    report = audit_rollout(model, texts(2, 8))
+    names = ["padded on the right", "each text alone", "on one thread", "generate()"]
+    assert [way.name for way in report.ways if way.name != "on one thread"] == [names[0], names[1], names[3]]
+    assert report.ok, str(report)
 
 
 @torch.jit.script
