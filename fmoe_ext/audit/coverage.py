@@ -9,7 +9,9 @@ each operator, and a TorchFunctionMode, which knows the function that it was cal
   cumsum, scatter_add);
 * they compute each number by itself and alike at every place: each is tried twice on copies, in vectors and one by one;
 * they are of _IN_VECTORS (gelu, silu, pow), and the mode filled their memory up to whole vectors (whole_vectors);
-* they sum rows, and the mode gave them contiguous ones of one dimension.
+* they sum rows, and the mode gave them contiguous ones of one dimension, as long in each forward: a row of keys grows
+  with the text, and zeros behind the others change the order of the sum. Those that choose among numbers by their
+  order, some of which are equal, choose others in a longer row.
 
 All others are named, unless every forward gave them the same sizes: products and softmax too, which under the mode are
 operators of fmoe_ext. One that has the same sizes whatever the text, as the slopes of ALiBi have, computes the same
@@ -34,18 +36,18 @@ from fmoe_ext.ops.in_order import EXACT_POWERS, REPLACEMENTS, whole_vectors
 # Names of aten's operators, without the _ of those in place, whose bits do not depend on the shape. Elementwise ones
 # (Tag.pointwise) need no entry: _is_alike_at_every_place() tries them.
 _ANY_SHAPE = frozenset({
-    "_local_scalar_dense", "_prelu_kernel", "_to_copy", "_unique2", "_unsafe_index",
-    "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_view", "amax", "amin", "aminmax", "argmax", "argmin",
-    "avg_pool1d", "bernoulli", "bucketize", "cat", "clone", "complex", "constant_pad_nd", "copy",
-    "cummax", "cummin", "cumprod", "cumsum", "diagonal_scatter", "embedding", "exponential", "fill", "flip",
-    "gather", "hardswish", "hardtanh", "histc", "index", "index_add", "index_copy", "index_fill",
-    "index_put", "index_select", "kthvalue", "lift_fresh", "log_sigmoid_forward", "logcumsumexp", "masked_scatter",
-    "masked_select", "max", "median", "min", "multinomial", "native_dropout",
+    "_local_scalar_dense", "_prelu_kernel", "_to_copy", "_unique2", "_unsafe_index", "_unsafe_index_put",
+    "_unsafe_masked_index", "_unsafe_view", "amax", "amin", "aminmax", "argmax", "argmin", "avg_pool1d",
+    "bernoulli", "bucketize", "cat", "clone", "complex", "constant_pad_nd", "copy", "cummax", "cummin",
+    "cumprod", "cumsum", "diagonal_scatter", "embedding", "exponential", "fill", "flip", "floor_divide",
+    "gather", "hardswish", "hardtanh", "histc", "index", "index_add", "index_copy", "index_fill", "index_put",
+    "index_select", "kthvalue", "lift_fresh", "log_sigmoid_forward", "logcumsumexp", "masked_fill",
+    "masked_scatter", "masked_select", "max", "median", "min", "multinomial", "native_dropout",
     "native_group_norm", "native_layer_norm", "nll_loss_forward", "nonzero", "normal", "polar",
-    "reflection_pad1d", "reflection_pad2d", "repeat", "repeat_interleave", "replicate_pad1d", "roll",
-    "scatter", "scatter_add", "searchsorted", "select_scatter", "slice_scatter", "sort", "stack", "take", "topk",
-    "tril", "triu", "uniform", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes", "view_as_complex",
-    "view_as_real", "where", "zero",
+    "reflection_pad1d", "reflection_pad2d", "repeat", "repeat_interleave", "replicate_pad1d", "roll", "scatter",
+    "scatter_add", "searchsorted", "select_scatter", "slice_scatter", "sort", "stack", "take", "topk",
+    "transpose", "tril", "triu", "uniform", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes",
+    "view_as_complex", "view_as_real", "where", "zero",
 })  # fmt: skip
 # another function for the elements after the last whole vector
 _IN_VECTORS = frozenset({
@@ -55,6 +57,7 @@ _IN_VECTORS = frozenset({
 _OF_ROWS = frozenset({
     "_fused_rms_norm", "linalg_vector_norm", "mean", "norm", "rms_norm", "std", "std_mean", "sum", "var", "var_mean",
 })  # fmt: skip
+_BY_ORDER = frozenset({"kthvalue", "median", "sort", "topk"})
 
 
 @dataclass(frozen=True)
@@ -78,6 +81,8 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
     running = [f"the code around {type(model).__name__}"]
     # of each forward {(module, function, operator): sizes and strides of what it was given and returned}
     found: list[dict[tuple[str, str, str], set[Any]]] = []
+    # of each operator in order the lengths of its rows, in each forward that calls it
+    lengths: dict[tuple[str, str, str], dict[int, set[int]]] = {}
     functions = _Functions()
 
     class Operators(python_dispatch.TorchDispatchMode):
@@ -89,13 +94,18 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
             # before the operator runs, which may write into an argument or give it another size
             given = _tensors((args, kwargs))
             before = [(t.shape, t.stride()) for t in given]
-            is_alike = torch.Tag.pointwise not in func.tags or _is_alike_at_every_place(func, args, kwargs)
+            is_pointwise = torch.Tag.pointwise in _not_in_place(func).tags
+            is_alike = not is_pointwise or _is_alike_at_every_place(func, args, kwargs)
             out = func(*args, **kwargs)
             results = _tensors((out, _written(func, args, kwargs)))
-            if not (_is_in_order(func, called in REPLACEMENTS, args, kwargs, results) and is_alike):
-                by_name = isinstance(called, (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)))
-                function = f"torch.ops.{called}" if by_name else getattr(called, "__name__", str(called))
-                call = running[-1], function, f"{func.namespace}.{_base(func)}"
+            by_name = isinstance(called, (type(torch.ops.aten.mm), type(torch.ops.aten.mm.default)))
+            function = f"torch.ops.{called}" if by_name else getattr(called, "__name__", str(called))
+            call = running[-1], function, f"{func.namespace}.{_base(func)}"
+            if _is_in_order(func, called in REPLACEMENTS, args, kwargs, results) and is_alike:
+                length = _row_length(func, args, kwargs)
+                if length is not None:
+                    lengths.setdefault(call, {}).setdefault(len(found), set()).add(length)
+            else:
                 sizes = *before, *((t.shape, t.stride()) for t in results)
                 found[-1].setdefault(call, set()).add(sizes)
             return out
@@ -116,8 +126,11 @@ def uncovered_operators(model: nn.Module, forwards: Sequence[Callable[[], Any]])
         for handle in handles:
             handle.remove()
     operators: dict[tuple[str, str], list[str]] = {}
-    for call in dict.fromkeys(chain(*found)):
-        if any(a.get(call) != b.get(call) for a, b in pairwise(found)):
+    for call in dict.fromkeys(chain(*found, lengths)):
+        of_rows = lengths.get(call, {}).values()
+        if any(a.get(call) != b.get(call) for a, b in pairwise(found)) or any(
+            a != b for a, b in pairwise(of_rows)
+        ):
             operators.setdefault(call[:2], []).append(call[2])
     return [Uncovered(*where, tuple(names)) for where, names in operators.items()]
 
@@ -156,9 +169,35 @@ def _tensors(values: Any) -> list[Tensor]:
 
 def _written(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Any]:
     """Return the arguments that an operator writes into, by its schema."""
+    given = _named(operator, args, kwargs)
     arguments = operator._schema.arguments
-    given = {**dict(zip((a.name for a in arguments), args, strict=False)), **kwargs}
     return [given.get(a.name) for a in arguments if a.alias_info is not None and a.alias_info.is_write]
+
+
+def _named(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
+    return {**dict(zip((a.name for a in operator._schema.arguments), args, strict=False)), **kwargs}
+
+
+def _not_in_place(operator: Any) -> Any:
+    """Return add.Tensor of add_.Tensor: of many operators in place torch does not say that they are elementwise."""
+    packet = getattr(torch.ops.aten, _base(operator), None) if operator.namespace == "aten" else None
+    return getattr(packet, operator._overloadname, operator)
+
+
+def _row_length(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """Return how many numbers an operator sums, or chooses from though some are equal; None for others."""
+    name, x = _base(operator), args[0] if args else None
+    if operator.namespace != "aten" or not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
+        return None
+    if name in _OF_ROWS:
+        return x.shape[-1]
+    given = _named(operator, args, kwargs)
+    if name not in _BY_ORDER or given.get("stable"):
+        return None
+    dim = given.get("dim", -1)
+    # masked numbers are -inf or the smallest one; the difference of two -inf is NaN
+    ordered = x.masked_fill(x == torch.finfo(x.dtype).min, -torch.inf).sort(dim).values
+    return x.shape[dim] if bool((ordered.diff(dim=dim) == 0).any()) else None
 
 
 def _is_alike_at_every_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -233,8 +272,8 @@ def _is_in_order(
             is_row = sizes in ([[-1]], [[x.dim() - 1]]) or (not sizes and x.dim() == 1)
         return is_replaced and is_row and x.is_contiguous()
     return (
-        torch.Tag.pointwise in operator.tags
-        or operator.is_view
+        torch.Tag.pointwise in _not_in_place(operator).tags
+        or _not_in_place(operator).is_view
         or name in _ANY_SHAPE
         or name.startswith("new_")
         or name.endswith("_like")

@@ -58,6 +58,10 @@ NAMED = {
     "aten.cosh": lambda _, x: x * torch.cosh(integers(x))[:, None],
     "aten.arange": lambda _, x: x * torch.arange(0, 0.1 * (len(x) - 0.5), 0.1)[:, None],
     "aten.index_add": lambda _, x: x.bfloat16().index_add(0, integers(x) - 1, x.bfloat16(), alpha=0.37),
+    "aten.sum": lambda _, x: x.T.contiguous().sum(-1),
+    "aten.linalg_vector_norm": lambda _, x: torch.linalg.vector_norm(x.T.contiguous(), dim=-1),
+    "aten.topk": lambda _, x: (x / 9).floor().topk(3, 0).indices * x[:1, :1],
+    "aten.sort": lambda _, x: (x / 9).floor().sort(0).indices * x[:1, :1],
     "aten.angle": lambda _, x: torch.angle(torch.complex(x, x.cos()), out=torch.empty_like(x)),
 }
 
@@ -71,6 +75,25 @@ def test_operators_are_named(name):
 def test_operator_of_one_forward_alone_is_named(rows):
     function = NAMED["aten.mm"]
     assert named(lambda _, x: function(_, x) if len(x) == 5 else x, *rows) == ["aten.mm"]
+
+
+NOT_NAMED = {
+    "rows of one length": lambda _, x: x.sum(-1) if len(x) == 3 else x.sum(-1) + x.norm(dim=-1),
+    "equal numbers in rows of one length": lambda _, x: (x / 9).floor().topk(2).indices * x[:1, :1],
+    "numbers that differ": lambda _, x: x.topk(3, 0).indices * x[:1, :1],
+    "masked numbers": lambda _, x: x.masked_fill(x < x[-2:].min(), -torch.inf).sort(0).indices * x[:1, :1],
+    "a stable order": lambda _, x: (x / 9).floor().sort(dim=0, stable=True).indices * x[:1, :1],
+    "masked_fill_": lambda _, x: (x + 1).masked_fill_(x > 9, 0.0),
+    "masked_fill_ of a tensor": lambda _, x: (x + 1).masked_fill_(x > 9, x[0, 0]),
+    "floor_divide": lambda _, x: x // 9,
+    "views": lambda _, x: (x + 1).unsqueeze_(0).transpose_(1, 2).squeeze_(0).t_().swapaxes_(0, 1),
+    "nanquantile": lambda _, x: torch.nanquantile(x, 0.3, -1),
+}
+
+
+@pytest.mark.parametrize("name", NOT_NAMED)
+def test_operators_that_move_or_sum_alike_are_not_named(name):
+    assert named(NOT_NAMED[name], 3, 50) == []
 
 
 def test_operator_with_the_same_sizes_in_every_forward_is_not_named():
