@@ -444,8 +444,13 @@ def _generate(subject: _Subject, tokens: Tensor, num_given: int) -> _Computed:
         input_ids=tokens[:, :num_given],
         attention_mask=torch.ones_like(tokens[:, :num_given]),
         prefix_allowed_tokens_fn=lambda text, so_far: [int(tokens[text, len(so_far)])],
-        **{"max_new_tokens": tokens.shape[1] - num_given, "eos_token_id": None, "do_sample": False},
-        **{"num_beams": 1, "use_cache": True, "output_logits": True, "return_dict_in_generate": True},
+        max_new_tokens=tokens.shape[1] - num_given,
+        eos_token_id=None,
+        do_sample=False,
+        num_beams=1,
+        use_cache=True,
+        output_logits=True,
+        return_dict_in_generate=True,
     )
     if not torch.equal(out.sequences, tokens):
         raise AuditError("generate() chose other tokens than prefix_allowed_tokens_fn= allows")
