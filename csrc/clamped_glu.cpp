@@ -1,4 +1,9 @@
-// Clamped gated activations of rows, and their gradients.
+// clamped_glu and its backward on the CPU, h [R, 2 H] -> [R, H]:
+//
+//   gate = min(gate, limit), out = gate * sigmoid(alpha * gate) * (min(max(up, -limit), limit) + offset)
+//
+// interleaved: gate and up take turns in a row of h, else all gates come first. clamps_activated: the
+// activated gate is clamped, not the gate. On GPUs PyTorch computes it (fmoe_ext/ops/clamped_glu.py).
 #include <torch/csrc/stable/library.h>
 
 #include <algorithm>
@@ -22,16 +27,17 @@ ClampedGlu check_clamped_glu(const Tensor& h, double alpha, double limit, double
   return {alpha, limit, offset, interleaved, clamps_activated, h.size(1) / 2};
 }
 
-// body(row, first, n) for parts of rows: one row may be all there is.
+// Calls body(row, first, n) for all columns of all rows, in jobs of about kJobNumbers: several short rows, or
+// a part of a long one, since a single row must keep all threads busy.
 template <class Body>
 void for_each_part(int64_t rows, int64_t width, const Body& body) {
-  constexpr int64_t kWidth = 4096;
-  const int64_t parts = (width + kWidth - 1) / kWidth;
-  const int64_t at_once = std::max<int64_t>(1, kWidth / std::max<int64_t>(1, width));
-  const int64_t groups = (rows + at_once - 1) / at_once;
-  for_each_job(groups * parts, [&](int64_t job) {
-    const int64_t first = job % parts * kWidth, n = std::min(kWidth, width - first);
-    const int64_t begin = job / parts * at_once, end = std::min(rows, begin + at_once);
+  constexpr int64_t kJobNumbers = 4096;
+  const int64_t parts = (width + kJobNumbers - 1) / kJobNumbers;  // of a row
+  const int64_t rows_of_job = std::max<int64_t>(1, kJobNumbers / std::max<int64_t>(1, width));
+  const int64_t row_groups = (rows + rows_of_job - 1) / rows_of_job;
+  for_each_job(row_groups * parts, [&](int64_t job) {
+    const int64_t first = job % parts * kJobNumbers, n = std::min(kJobNumbers, width - first);
+    const int64_t begin = job / parts * rows_of_job, end = std::min(rows, begin + rows_of_job);
     for (int64_t row = begin; row < end; ++row) body(row, first, n);
   });
 }

@@ -1,13 +1,14 @@
-// A packed weight decoded in memory, in one pass, for whatever multiplies by it.
+// A packed weight decoded in memory, in one pass, for frozen_gemm and frozen_mlp on CUDA: the operator
+// _decode_packed, whose result frozen/kept.py may keep for the backward.
 //
 // A format says where the codes of a row lie, what a code stands for, and where the scale of its block lies:
 // in the row's bytes (GGUF), in a tensor beside it, or once for 128 x 128 numbers. Every number is computed
 // in float as csrc/gemm/decode.h does it, operation by operation, and rounded once: the bits are the CPU's.
 //
-// The pass is bound by memory: 4 bits are read and 16 written. So a warp takes a row, a thread 8 columns,
-// which it stores by one access of 16 bytes; 8 columns never straddle a block, whose scale is looked up once.
-// Columns and places in a row are 32-bit numbers, and a group of any size divides by a multiplication: 64-bit
-// quotients took most instructions.
+// The pass is bound by memory: of most formats 4 bits are read and 16 written for a number. So a warp takes a
+// row, a thread 8 columns, which it stores by one access of 16 bytes; 8 columns never straddle a block, whose
+// scale is looked up once. Columns and places in a row are 32-bit numbers, and the group of a column is found
+// by a multiplication (Divisor): 64-bit divisions were most of the instructions.
 #include "grouped_rows.cuh"
 #include "gemm/packed.h"
 
@@ -35,6 +36,7 @@ __device__ __forceinline__ float float_of(uint32_t bits) {
   memcpy(&f, &bits, sizeof f);
   return f;
 }
+
 __device__ __forceinline__ float half_of(uint32_t bits) {
   const uint16_t low = static_cast<uint16_t>(bits);
   __half h;
@@ -42,15 +44,19 @@ __device__ __forceinline__ float half_of(uint32_t bits) {
   return __half2float(h);
 }
 __device__ __forceinline__ float half_at(const uint8_t* p) { return half_of(p[0] | p[1] << 8); }
+
 // 2^(e - 127): 2^-127 is subnormal, and 255 is NaN.
 __device__ __forceinline__ float e8m0(uint32_t e) {
   return float_of(e == 0 ? 0x400000u : e == 255 ? 0x7fc00000u : e << 23);
 }
-// A number of E4M3, divided by 256: a half with three more bits of exponent.
+
+// A number of E4M3 as a half, divided by 256: the bits of its exponent go where a half has its own, whose
+// bias is greater by 8.
 __device__ __forceinline__ float small_e4m3(uint32_t e) {
   const uint32_t magnitude = (e & 0x7f) << 7;
   return half_of(magnitude | (e & 0x80) << 8 | (magnitude == 0x3f80 ? 0x7c00 : 0));
 }
+
 // Four bytes, wherever they begin.
 __device__ __forceinline__ uint32_t four_bytes(const uint8_t* p) {
   if (reinterpret_cast<uintptr_t>(p) % 4 == 0) return *reinterpret_cast<const uint32_t*>(p);
@@ -68,9 +74,12 @@ struct Source {
         group(static_cast<int>(m.group)),
         part(part_rows) {}
   PackedMatrix m;
-  int rows, columns, groups, part_rows;  // of an expert; groups of columns, rows of a part of scaled squares
+  // Of an expert. fp8_block: a matrix of several parts (gate and up) has squares of its own in each, of
+  // part_rows rows.
+  int rows, columns, groups, part_rows;
   Divisor group, part;
 };
+
 // One row of a packed weight.
 struct Row {
   const uint8_t* data;
@@ -79,6 +88,7 @@ struct Row {
   int zero_shift;
   const float* factors;
 };
+
 template <PackedFormat format>
 __device__ __forceinline__ Row row_of(const Source& s, int64_t expert, int row) {
   const PackedMatrix& m = s.m;
@@ -96,6 +106,7 @@ __device__ __forceinline__ Row row_of(const Source& s, int64_t expert, int row) 
           m.zero ? m.zero + (expert * ((s.rows + 7) / 8) + at / 8) * s.groups : nullptr, at % 8 * 4,
           m.factors ? m.factors + 2 * line : nullptr};
 }
+
 __device__ __forceinline__ float scale_at(ScaleType type, const Row& row, int i) {
   const auto* p = reinterpret_cast<const uint8_t*>(row.scale);
   if (type == ScaleType::float32) return reinterpret_cast<const float*>(p)[i];
@@ -134,7 +145,7 @@ __device__ __forceinline__ void decode_eight(const Source& source, const Row& ro
     for (int i = 0; i < kColumns; ++i) {
       const int code = codes >> 4 * (format == PackedFormat::nf4 ? i ^ 1 : i) & 15;
       if constexpr (format == PackedFormat::mxfp4)
-        out[i] = 2 * kE2M1.v[code] * (0.5f * scale);  // 2^128 is no float, its half is
+        out[i] = 2 * kE2M1.v[code] * (0.5f * scale);  // the value * scale, by the steps of decode.h
       else if constexpr (format == PackedFormat::nvfp4)
         out[i] = kE2M1.v[code] * scale;
       else if constexpr (format == PackedFormat::int4)
@@ -203,7 +214,7 @@ __device__ __forceinline__ void decode_eight(const Source& source, const Row& ro
 template <PackedFormat format, typename T>
 __global__ void __launch_bounds__(kThreads, 6)
     decode_packed_kernel(const __grid_constant__ Source source, T* __restrict__ out) {
-  // Other formats have whole blocks of 32 or 256 columns.
+  // The columns of other formats are a multiple of 32.
   const bool is_wide = format != PackedFormat::fp8_block || source.columns % kColumns == 0;
   for (int64_t expert = blockIdx.y; expert < source.m.num_experts; expert += gridDim.y)
     for (int r = blockIdx.x * kWarps + threadIdx.x / 32; r < source.rows; r += gridDim.x * kWarps) {

@@ -1,6 +1,7 @@
-// B1: the gradient of h on Hopper. dA = dy_rows w2: a producer warpgroup gathers the rows of dy and loads w2
-// by TMA. dA stays in registers: the epilogue reads h, computes the activation again, and writes dh, the
-// scaled activation (for the gradient of w2) and <dA, act(h)> by row.
+// B1 (docs/kernels.md): the gradient of h, what the activation is applied to, on Hopper. dA = dy_rows w2: a
+// producer warpgroup gathers the rows of dy and loads w2 by TMA. dA stays in registers: the epilogue reads h,
+// computes the activation again, and writes dh, the scaled activation (for the gradient of w2) and
+// <dA, act(h)> by row and tile of columns.
 //
 // Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns. Two units of h
 // are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory. Tiles
@@ -19,8 +20,8 @@ using Unit = T[64 * kBlockColumns];  // of the four warps of a group
 
 template <class T>
 struct alignas(1024) Shared : ping_pong::Shared<T, 128> {
-  alignas(1024) Unit<T> unit[2][2][3];  // by group and slot: gate, up, scaled activation
-  uint64_t loaded[2][2][4];             // by group, slot, warp
+  alignas(1024) Unit<T> unit[2][2][3];  // by group and unit: gate, up, scaled activation
+  uint64_t loaded[2][2][4];             // by group, unit, warp
 };
 template <class T>
 constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
@@ -44,7 +45,7 @@ struct Epilogue {
   const CUtensorMap& h;
   const GradHidden<T>& p;
   int group;
-  uint32_t phases = 0;  // bit i: parity of slot i
+  uint32_t phases = 0;  // bit i: parity of loaded(i)
 
   __device__ static int warp() { return threadIdx.x % 128 / 32; }
   __device__ static int lane() { return threadIdx.x % 32; }
@@ -55,7 +56,7 @@ struct Epilogue {
     return tile.num_rows - half * 64 - warp() * kUnitRows;
   }
 
-  // By one lane: h of a unit.
+  // One lane starts the load of h of a unit.
   __device__ void load(const Tile& tile, int half, int unit) {
     const int row = tile.row + half * 64 + warp() * kUnitRows, column = tile.n * kN + unit * kBlockColumns;
     const uint32_t bar = loaded(unit);
@@ -71,7 +72,8 @@ struct Epilogue {
     for (int unit = 0; unit < kUnits; ++unit) load(tile, 0, unit);
   }
 
-  // A thread holds two rows of its warp's 16: lane / 4, and the one 8 below.
+  // The epilogue of half a tile, called by ping_pong::consume. A thread holds two rows of its warp's 16: lane
+  // / 4, and the one 8 below.
   template <int kHalf>
   __device__ __forceinline__ void store(const float (&acc)[kN / 2], const Tile& tile) {
     if (rows_left(tile, kHalf) <= 0) return;
@@ -194,7 +196,7 @@ __global__ void __launch_bounds__(kSm90Threads, 1)
 #endif
 }
 
-// dscale[choice of r] = the sum of row r of dots, in order, + <dy, b2>; one warp a row.
+// dscale[choice of r] = the sum of row r of dots and of <dy, b2>, in one fixed order; one warp a row.
 constexpr int kSumThreads = 256, kSumWarps = kSumThreads / 32;
 template <typename T>
 __global__ void __launch_bounds__(kSumThreads)

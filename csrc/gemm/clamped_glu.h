@@ -67,7 +67,8 @@ Point<VecOf<T>> clamped_up(const ClampedGlu& glu, VecOf<T> up) {
   using Acc = AccOf<T>;
   const V limit = V{} + Acc(glu.limit);
   const V inside = up > limit ? limit : up < -limit ? -limit : up;
-  return {inside + Acc(glu.offset), inside == up ? V{} + Acc(1) : V{}};
+  const auto outside = (up > limit) | (up < -limit);  // not inside != up, which a NaN is too
+  return {inside + Acc(glu.offset), outside ? V{} : V{} + Acc(1)};
 }
 
 // Values [first, first + n) of a row.

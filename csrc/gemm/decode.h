@@ -83,7 +83,7 @@ struct Decoder<PackedFormat::fp8_block> {
   B16 bytes[2] = {};
 
   __attribute__((always_inline)) void open(int64_t b) {
-    scale = 256.f * scale_at(row, b / (128 / kGroup));
+    scale = scale_at(row, b / (128 / kGroup));
     const int64_t left = row.columns - b * kGroup;
     if (left >= kGroup) {
       __builtin_memcpy(bytes, row.data + b * kGroup, kGroup);
@@ -95,7 +95,7 @@ struct Decoder<PackedFormat::fp8_block> {
   Decoded group(int) const {
     Decoded d = small_e4m3(bytes);
 #pragma GCC unroll 8
-    for (VF& v : d.part) v *= scale;
+    for (VF& v : d.part) v = v * 256.f * scale;  // the first is exact, and 256 * scale may be infinite
     return d;
   }
 };
@@ -114,7 +114,7 @@ struct Decoder<PackedFormat::mxfp8> {
   Decoded group(int) const {
     Decoded d = small_e4m3(bytes);
 #pragma GCC unroll 8
-    for (VF& v : d.part) v = v * 256.f * scale;  // the first is exact, and 256 * scale may be infinite
+    for (VF& v : d.part) v = v * 256.f * scale;  // as fp8_block
     return d;
   }
 };

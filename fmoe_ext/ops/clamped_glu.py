@@ -39,14 +39,14 @@ def clamped_glu(
     Equivalent to: clamped_glu_ref. GPT-OSS and MiniMax-M3 (1.702, 7, 1), DeepSeek-V4, GLM-5 and Hy4 (1, limit, 0).
     """
     options = (alpha, limit, offset, interleaved, clamps_activated)
+    # for every device: the operator, which checks too, runs on the CPU alone
+    if not h.is_floating_point():
+        raise RuntimeError(f"h must be float64, float32, bfloat16 or float16, but is {h.dtype}")
+    if not h.dim() or h.shape[-1] % 2:
+        raise RuntimeError(f"h must have shape [R, 2 H], but got shape {list(h.shape)}")
+    if not limit >= 0:
+        raise RuntimeError(f"limit must be at least 0, but got {limit}")
     if h.device.type not in ("cpu", "meta"):
-        # refuse what the operator refuses on the CPU, with its errors
-        if not h.is_floating_point():
-            raise RuntimeError(f"h must be float64, float32, bfloat16 or float16, but is {h.dtype}")
-        if not h.dim() or h.shape[-1] % 2:
-            raise RuntimeError(f"h must have shape [R, 2 H], but got shape {list(h.shape)}")
-        if not limit >= 0:
-            raise RuntimeError(f"limit must be at least 0, but got {limit}")
         return clamped_glu_ref(h, *options)
     in_rows = h.reshape(math.prod(h.shape[:-1]), h.shape[-1])
     rows: torch.Tensor = call("fmoe_ext::clamped_glu", in_rows, *map(float, options[:3]), *options[3:])

@@ -1,6 +1,7 @@
 """Run a layer to see what it takes: seconds, parameters, and the bytes that it keeps for its backward (split)."""
 
 import time
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,16 +21,17 @@ def median(values: list[float]) -> float:
     return sorted(values)[len(values) // 2] if values else 0.0
 
 
-def leaves(values: Values) -> Values:
-    """Return the same values as leaves of a new graph; floating ones require a gradient."""
-    return map_tensors(lambda x: x.detach().requires_grad_(x.is_floating_point()), values)
+def copies(values: Values) -> Any:
+    """Copy values to begin a new graph with; floating ones have a gradient, and a layer may change all in place."""
+    # clones last: autograd refuses to change a leaf in place
+    return map_tensors(lambda x: x.detach().requires_grad_(x.is_floating_point()).clone(), values)
 
 
-def backward_of_ones(values: Values, retain_graph: bool = False) -> None:
+def backward_of_ones(values: Values) -> None:
     """Run the backward of the sum of all values that have a gradient."""
     outputs = [x for x in as_tuple(values) if isinstance(x, Tensor) and x.requires_grad]
     if outputs:
-        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs], retain_graph)
+        torch.autograd.backward(outputs, [torch.ones_like(x) for x in outputs])
 
 
 def parameter_bytes(layer: nn.Module) -> int:
@@ -48,5 +50,5 @@ def run_and_weigh(layer: nn.Module, values: Values) -> tuple[Values, int]:
         return x
 
     with torch.autograd.graph.saved_tensors_hooks(keep, lambda x: x):
-        result = layer(leaves(values))
+        result = layer(copies(values))
     return result, sum(kept.values())

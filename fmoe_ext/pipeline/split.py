@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from fmoe_ext.layers import FMoE
 from fmoe_ext.pipeline.materialize import trial_copy
-from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.pipeline.measuring import backward_of_ones, copies, median, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors
 from fmoe_ext.pipeline.stage import Boundary, Stage
 from fmoe_ext.planning.layouts import balance_cost
@@ -138,8 +138,9 @@ def _time(layer: nn.Module, values: Tensors) -> tuple[float, list[float]]:
 
     handles = [moe.register_forward_pre_hook(lambda moe, *_: spend(-1, moe)) for moe in moes]
     handles += [moe.register_forward_hook(lambda moe, *_: spend(1, moe)) for moe in moes]
+    inputs = copies(values)
     begin = now(device)
-    outputs = layer(leaves(values))
+    outputs = layer(inputs)
     forward = now(device) - begin
     backward_of_ones(outputs)
     seconds = now(device) - begin

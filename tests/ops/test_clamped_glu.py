@@ -53,6 +53,15 @@ def test_clamped_glu_special_values_equal_pytorch(isa, name, dtype):
     torch.testing.assert_close(ours, expected)
 
 
+@pytest.mark.parametrize("name", OPTIONS)
+def test_clamped_glu_gradient_of_nan_equals_pytorch(isa, name):
+    h = torch.full((9, 4), 0.25).index_fill(0, torch.tensor([3, 8]), math.nan).T.flatten()[None]
+    h = torch.cat((h, h.flip(1)), 1)  # NaN as gate and as up, in other places of a vector
+    _, ours = values_and_gradient(clamped_glu, h, OPTIONS[name])
+    _, expected = values_and_gradient(clamped_glu_ref, h, OPTIONS[name])
+    torch.testing.assert_close(ours, expected, equal_nan=True)
+
+
 @pytest.mark.parametrize("function", [clamped_glu, clamped_glu_ref])
 def test_clamped_glu_gradient_at_the_limit_is_that_below_it(function):
     """torch.clamp has 1 there up to torch 2.13 and 0 since 2.14 (pytorch#184574)."""
@@ -110,15 +119,6 @@ def test_clamped_glu_opcheck():
     torch.library.opcheck(torch.ops.fmoe_ext.clamped_glu_backward, arguments)
 
 
-def test_clamped_glu_wrong_arguments_are_refused():
-    with pytest.raises(RuntimeError, match=r"h must have shape \[R, 2 H\], but got shape \[3, 5\]"):
-        clamped_glu(torch.randn(3, 5))
-    with pytest.raises(RuntimeError, match="limit must be at least 0, but got -1"):
-        clamped_glu(torch.randn(3, 4), limit=-1.0)
-    with pytest.raises(RuntimeError, match="h must be float64, float32, bfloat16 or float16"):
-        clamped_glu(torch.ones(3, 4, dtype=torch.int64))
-
-
 @pytest.mark.cpu("PyTorch computes it elsewhere")
 def test_clamped_glu_gradient_of_another_width_is_refused():
     native = torch.ops.fmoe_ext.clamped_glu_backward
@@ -160,16 +160,23 @@ def test_experts_with_clamp_of_another_activation_run_it():
     assert "fmoe_ext::clamped_glu" not in {event.key for event in profile.key_averages()}
 
 
-def test_clamped_glu_of_another_device_refuses_in_the_same_words():
-    """By a tensor that says it is elsewhere, since the checks of PyTorch's composition come before its products."""
+class Elsewhere(torch.Tensor):
+    """A tensor that says it is elsewhere: the checks come before PyTorch's products."""
 
-    class Elsewhere(torch.Tensor):
-        device = torch.device("cuda")
+    device = torch.device("cuda")
 
+
+@pytest.mark.parametrize(
+    "to",
+    [lambda h: h, lambda h: h.to("meta"), lambda h: h.as_subclass(Elsewhere)],
+    ids=["here", "meta", "cuda"],
+)
+def test_clamped_glu_wrong_arguments_are_refused_alike_on_every_device(to):
     for h, options, message in (
         (torch.randn(3, 5), {}, r"h must have shape \[R, 2 H\], but got shape \[3, 5\]"),
+        (torch.tensor(1.0), {}, r"h must have shape \[R, 2 H\], but got shape \[\]"),
         (torch.randn(3, 4), {"limit": -1.0}, "limit must be at least 0, but got -1"),
         (torch.ones(3, 4, dtype=torch.int64), {}, "h must be float64, float32, bfloat16 or float16"),
     ):
         with pytest.raises(RuntimeError, match=message):
-            clamped_glu(h.as_subclass(Elsewhere), **options)
+            clamped_glu(to(h), **options)

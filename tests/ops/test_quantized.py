@@ -429,6 +429,18 @@ def test_mxfp8_has_the_values_of_torch_for_every_code_and_exponent(isa):
             assert torch.equal(found, one.dequantize()[0, :, 0]), (e, rows)
 
 
+def test_fp8_with_the_largest_scales_has_the_values_of_torch(isa):
+    """256 times a scale above 2^119 is no float, and zero times that NaN."""
+    codes = torch.arange(128, dtype=torch.uint8).view(torch.float8_e4m3fn)
+    for scale in (2.0**-149, 1.5 * 2.0**-126, 2.0**119, 1.9 * 2.0**121, 2.0**127):
+        data = torch.zeros(1, 127, 32).to(torch.float8_e4m3fn)
+        data[0, :, 0] = codes[:127]  # each value in a row of its own
+        weight = Quantized("fp8_block", data, torch.full((1, 1, 1), scale))
+        for rows in (1, 20):
+            found = frozen.frozen_gemm(torch.eye(32)[:rows], weight)[0]  # infinite ones are NaN in other rows
+            assert torch.equal(found, weight.dequantize()[0, :, 0]), (scale, rows)
+
+
 @pytest.mark.parametrize("divides", [False, True])
 def test_nvfp4_has_the_values_of_the_library_for_every_scale_and_code(isa, divides):
     scale = torch.arange(256, dtype=torch.uint8).view(torch.float8_e4m3fn)

@@ -7,8 +7,17 @@ from hypothesis import strategies as st
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.compat.fairscale import Pipe, balance_by_size, balance_by_time, balance_cost
-from tests.pipeline.sleeping import Sleep, sleeping
+from fmoe_ext.compat.fairscale import (
+    Pipe,
+    balance_by_size,
+    balance_by_time,
+    balance_cost,
+    pop,
+    skippable,
+    stash,
+)
+from fmoe_ext.pipeline import split
+from tests.pipeline.sleeping import Sleep, pass_time, sleeping
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=7), st.integers(1, 7))
@@ -46,6 +55,66 @@ def test_by_size():
     assert balance_by_size(2, module, torch.ones(1, 4)) == [1, 3]
     wide = nn.Sequential(*(nn.Linear(8, 8, bias=False) for _ in range(4)))
     assert balance_by_size(2, wide, torch.ones(4096, 8), chunks=4) == [2, 2]
+
+
+def test_by_size_takes_fairscales_mini_batch_and_weighs_a_microbatch():
+    module = nn.Sequential(nn.Linear(64, 4), nn.Linear(4, 4), nn.Linear(4, 128))
+    arguments = {"input": torch.ones(1024, 64), "device": "cpu"}
+    assert balance_by_size(2, module, **arguments) == [1, 2]  # the first layer keeps 64 numbers a row
+    assert balance_by_size(2, module, chunks=1024, **arguments) == [2, 1]  # the last one has most parameters
+
+
+class AddOne(nn.Module):
+    def forward(self, x):
+        return x.add_(1)
+
+
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda module, x: balance_by_time(2, module, x, timeout=0.01),
+        lambda module, x: balance_by_size(2, module, x),
+        lambda module, x: split(module, 2, x, by="time"),
+    ],
+    ids=["time", "size", "split"],
+)
+def test_layers_may_work_in_place_and_leave_the_sample(cut):
+    for first in (nn.Linear(4, 4), AddOne()):  # a leaf of the graph, or the caller's tensor, for the next
+        x = torch.ones(8, 4)
+        assert len(cut(nn.Sequential(first, nn.ReLU(inplace=True), nn.Linear(4, 4)), x)) == 2
+        assert torch.equal(x, torch.ones(8, 4))
+
+
+@skippable(stash=["skip"])
+class Stash(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(()))
+
+    def forward(self, x):
+        skip = x * self.weight
+        skip.register_hook(lambda grad: pass_time(0.01))
+        yield stash("skip", skip)
+        return x
+
+
+@skippable(pop=["skip"])
+class Pop(nn.Module):
+    def forward(self, x):
+        skip = yield pop("skip")
+        return x + skip
+
+
+def test_backward_through_a_skip_counts_for_the_layer_that_stashed():
+    module = nn.Sequential(Stash(), Sleep(0.003), Sleep(0.003), Pop())
+    with sleeping():
+        assert balance_by_time(2, module, torch.ones(2), timeout=0.03) == [1, 3]
+
+
+def test_too_few_layers_are_refused_before_any_runs():
+    for balance in (balance_by_time, balance_by_size):
+        with pytest.raises(ValueError, match="between 1 and the 1 layers"):
+            balance(2, nn.Sequential(nn.Linear(3, 3)), torch.ones(2, 2))  # a run would be a RuntimeError
 
 
 def test_experts_and_tuples():

@@ -1,7 +1,7 @@
 """Propose a balance for Pipe: how many layers each partition gets, by the time or the memory that each layer takes.
 
 A layer's cost is measured alone, on one device; planning.layouts.balance_cost cuts the list of costs so that the
-largest partition is as small as possible.
+largest partition is as small as possible. Signatures are FairScale's.
 """
 
 import time
@@ -10,9 +10,9 @@ from copy import deepcopy
 import torch
 from torch import nn
 
-from fmoe_ext.compat.fairscale.microbatch import check_values, move
-from fmoe_ext.compat.fairscale.skip import keeping
-from fmoe_ext.pipeline.measuring import backward_of_ones, leaves, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.compat.fairscale.microbatch import check_values, move, scatter
+from fmoe_ext.compat.fairscale.skip import Skips, keeping
+from fmoe_ext.pipeline.measuring import backward_of_ones, copies, median, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Values, as_tuple
 from fmoe_ext.planning.layouts import balance_cost
 
@@ -25,48 +25,69 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Return the numbers of layers of the partitions that make the slowest forward and backward as fast as possible.
+    """Return how many layers each partition gets, so that the slowest one's forward and backward is fastest.
 
-    sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None. The
-    module itself is not changed. Raises ValueError for fewer layers than partitions, and for a module with gradients,
-    which would be copied with it.
+    sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None.
+    Nothing is changed. Raises ValueError for fewer layers than partitions, and for a module with gradients, which
+    would be copied with it.
     """
     check_values(sample, "sample")
     if any(p.grad is not None for p in module.parameters()):
         raise ValueError("some parameter already has gradient: call module.zero_grad() first")
-    tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
-    where = tensor.device if device is None else torch.device(device)
-    copy = deepcopy(module).train().to(where)  # buffers, gradients and gates' losses are its own
+    copy, where = _copy_to(module, partitions, sample, device)
     # seconds of each layer's forward and backward, once for each run; the median goes into the balance
     runs: list[list[float]] = []
     start = time.perf_counter()
     while not runs or time.perf_counter() - start < timeout:
         values, times = move(sample, where), []
-        with keeping({}):
+        skips: Skips = {}
+        with keeping(skips):
             for layer in copy:
-                values = leaves(values)  # cut from the graph: the backward is this layer's alone
+                # cut from the graph, and skips too: the backward is this layer's alone
+                values, earlier = copies(values), set(skips)
                 begin = now(where)
                 values = layer(values)
-                # the graph is kept: the backward of a later layer may come through a skip
-                backward_of_ones(values, retain_graph=True)
+                stashed = skips.keys() - earlier
+                backward_of_ones((*as_tuple(values), *(skips[key] for key in stashed)))
                 times.append(now(where) - begin)
+                for key in stashed:
+                    (skips[key],) = copies((skips[key],))  # in a tuple, where it may be None
         runs.append(times)
     return balance_cost([median(list(of_layer)) for of_layer in zip(*runs, strict=True)], partitions)
 
 
 def balance_by_size(
-    partitions: int, module: nn.Sequential, sample: Values, *, chunks: int = 1, param_scale: float = 2.0
+    partitions: int,
+    module: nn.Sequential,
+    input: Values,
+    *,
+    chunks: int = 1,
+    param_scale: float = 2.0,
+    device: torch.device | str | None = None,
 ) -> list[int]:
-    """Return the numbers of layers of the partitions that make the largest memory as small as possible.
+    """Return how many layers each partition gets, so that the one that needs most memory needs least.
 
     A layer's memory is param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
-    plus chunks times what its forward of sample, a microbatch, keeps for the backward. Works on any device; nothing is
-    changed. Raises ValueError for fewer layers than partitions.
+    plus what its forward of a microbatch keeps for the backward. input: a mini-batch [B, *] or a tuple, which Pipe cuts
+    into `chunks` microbatches. device: where to run, the input's if None. Nothing is changed. Raises ValueError for
+    fewer layers than partitions.
     """
-    check_values(sample, "sample")
-    values, sizes = sample, []
+    check_values(input, "input")
+    copy, where = _copy_to(module, partitions, input, device)
+    values, sizes = move(scatter(input, chunks)[0], where), []
     with keeping({}):
-        for layer in deepcopy(module).train():
+        for layer in copy:
             values, kept = run_and_weigh(layer, values)
-            sizes.append(parameter_bytes(layer) * param_scale + kept * chunks)
+            sizes.append(parameter_bytes(layer) * param_scale + kept)
     return balance_cost(sizes, partitions)
+
+
+def _copy_to(
+    module: nn.Sequential, partitions: int, sample: Values, device: torch.device | str | None
+) -> tuple[nn.Sequential, torch.device]:
+    """Copy a module to a device, the sample's if None -> copy, device. ValueError for fewer layers than partitions."""
+    balance_cost([0.0] * len(module), partitions)  # raises now, not after measuring
+    tensor = next(x for x in as_tuple(sample) if isinstance(x, torch.Tensor))
+    where = tensor.device if device is None else torch.device(device)
+    copy = deepcopy(module).train().to(where)  # has buffers, gradients and gates' losses of its own
+    return copy, where
