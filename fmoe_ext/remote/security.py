@@ -1,8 +1,8 @@
-"""Decide who may call: TLS, tokens, allow-lists and rates. Lock files and keep secrets in files private.
+"""Decide who may call: TLS, tokens, allow-lists and rates. Check that files with secrets are private, and lock files.
 
 A client shows Credentials; a server demands Security, and its Guard checks each call in this order: the token or the
 certificate, which give the caller's name (its address without both); whether that name may send gradients; and its
-rates of calls and bytes.
+rates of calls and bytes. lock_file() is for the DHT's identity and the server's checkpoints.
 """
 
 import errno
@@ -50,16 +50,14 @@ class Credentials:
             raise ValueError(
                 "a certificate needs TLS: give ca, the PEM file that signed the servers' certificates"
             )
+        if (self.certificate is None) != (self.key is None):  # at which grpc would abort the process
+            raise ValueError("mutual TLS needs both a certificate and its key")
 
     def channel_credentials(self) -> grpc.ChannelCredentials | None:
         """Return grpc's credentials, None for plain TCP; ValueError for files that hold no certificates."""
         if self.ca is None:
             return None
-        # grpc would say only that it cannot connect
-        try:
-            ssl.create_default_context(cafile=self.ca)
-        except ssl.SSLError as error:
-            raise ValueError(f"ca {self.ca} holds no certificate in PEM: {error}") from None
+        _check_authority("ca", self.ca)
         if self.certificate is not None and self.key is not None:
             _check_pair(self.certificate, self.key)
         chain, key = _read(self.certificate), _read(self.key)
@@ -80,10 +78,9 @@ class Security:
         None, "demand client certificates that it signed", name="tls_client_ca", needs=("tls_certificate",)
     )
     tokens: Mapping[str, str] = field(default_factory=dict)  # {token: name}; calls without one are refused
-    # names of tokens, common names of certificates, or IP addresses
     backward: Collection[str] | None = admission_flag(
         None, "names that may send gradients; all, if not given", name="allow_backward", nargs="+"
-    )
+    )  # names: of tokens, common names of certificates, or IP addresses
     calls_per_second: float = admission_flag(float("inf"), "of each peer", type=POSITIVE)
     bytes_per_second: float = admission_flag(float("inf"), "of each peer", type=POSITIVE)
 
@@ -95,7 +92,11 @@ class Security:
                 raise ValueError(f"{name} must be positive, but is {getattr(self, name)}")
 
     def server_credentials(self) -> grpc.ServerCredentials | None:
-        """Return grpc's credentials, None for plain TCP; ValueError if certificate and key are not a pair."""
+        """Return grpc's credentials, None for plain TCP.
+
+        Raises ValueError for a certificate without key, for two that are no pair, and for a client_ca without TLS or
+        without certificates in it.
+        """
         if (self.certificate is None) != (self.key is None):
             raise ValueError("TLS needs both a certificate and its key")
         if self.certificate is None or self.key is None:
@@ -104,12 +105,17 @@ class Security:
             return None
         _check_pair(self.certificate, self.key)
         pair = (Path(self.key).read_bytes(), Path(self.certificate).read_bytes())
+        if self.client_ca is not None:
+            _check_authority("client_ca", self.client_ca)
         ca = _read(self.client_ca)
         return grpc.ssl_server_credentials([pair], ca, require_client_auth=ca is not None)
 
 
 def check_private(path: Path) -> None:
-    """Raise ValueError if other users can open a file with a secret. A file of root's may be readable by its group."""
+    """Raise ValueError if other users can open a file with a secret.
+
+    A file of root's may be readable by its group, unless this process is root's.
+    """
     status = os.stat(path)
     allowed = stat.S_IRWXU | (stat.S_IRGRP if status.st_uid == 0 and os.getuid() != 0 else 0)
     if stat.S_IMODE(status.st_mode) & ~allowed & (stat.S_IRWXG | stat.S_IRWXO):
@@ -124,8 +130,9 @@ class InUse(OSError):
 
 
 def lock_file(path: Path, in_use: str) -> int:
-    """Lock a file, which is made if it is missing -> its descriptor; closing that unlocks the file.
+    """Lock a file, which is made if it is missing -> its descriptor.
 
+    Closing that unlocks the file, unless a forked child has it too.
     InUse(in_use) if another process has locked it; OSError if its file system has no locks.
     """
     try:
@@ -142,6 +149,14 @@ def lock_file(path: Path, in_use: str) -> int:
             raise InUse(in_use) from None
         raise OSError(f"{path} cannot be locked ({error}): name one on a disk") from None
     return file
+
+
+def _check_authority(name: str, path: Path) -> None:
+    """Raise ValueError, which names the file, if it holds no certificate: grpc says only that it cannot connect."""
+    try:
+        ssl.create_default_context(cafile=path)
+    except ssl.SSLError as error:
+        raise ValueError(f"{name} {path} holds no certificate in PEM: {error}") from None
 
 
 def _check_pair(certificate: Path, key: Path) -> None:
@@ -166,7 +181,7 @@ class Guard:
 
     def admit(self, context: Any, num_bytes: int, gradient: bool = False) -> str:
         """Return the caller's name; Denied if it may not make this call."""
-        # 1. the name: of the token, or of the certificate, or the address
+        # 1. the name: of the token, or of the certificate, or the address, also if a certificate has no common name
         if self._names:
             given = str(dict(context.invocation_metadata() or ()).get("authorization", ""))
             # looked up by digests: how long a comparison of tokens takes would show how much of one is right
@@ -185,7 +200,10 @@ class Guard:
         return name
 
     def charge(self, peer: str, num_bytes: int, num_calls: int = 0) -> None:
-        """Count what a peer sends; Denied if it is more than its rates allow. num_bytes <= 0: it had announced them."""
+        """Count what a peer sends; Denied if it is more than its rates allow.
+
+        num_bytes: of a call, what it announces; later, what it sends beyond that, <= 0 if it sends no more.
+        """
         if num_bytes <= 0 and not num_calls:
             return
         may_call = not num_calls or self._calls.take(peer, num_calls)
@@ -209,11 +227,12 @@ class Rates:
         if self.per_second == float("inf"):
             return True
         now = time.monotonic() if now is None else now
-        # an unknown peer has a full bucket, so that forgetting one which was silent for long changes nothing
+        # an unknown peer has a full bucket: to forget one that has filled again changes nothing, but its debt goes too
         full = self.per_second * BURST_SECONDS
         left, since = self._left.pop(peer, (full, now))
         left = min(full, left + (now - since) * self.per_second)
-        granted = left >= min(amount, full)  # an amount above `full` leaves a debt, which fills first
+        # a full bucket gives an amount above `full`: what is left is negative then, and has to fill first
+        granted = left >= min(amount, full)
         self._left[peer] = (left - amount if granted else left, now)
         while len(self._left) > MAX_PEERS:
             self._left.popitem(last=False)

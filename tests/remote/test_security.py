@@ -152,8 +152,11 @@ def test_certificate_that_is_none(tmp_path):
     write_secret(junk, "hello")
     with pytest.raises(ValueError, match=r"junk and .*junk are not a certificate and its key in PEM"):
         Security(certificate=junk, key=junk).server_credentials()
-    with pytest.raises(ValueError, match="junk holds no certificate in PEM"):
+    with pytest.raises(ValueError, match=r"ca .*junk holds no certificate in PEM"):
         Credentials(ca=junk).channel_credentials()
+    crt, key, *_ = certificate(tmp_path, "server")
+    with pytest.raises(ValueError, match=r"client_ca .*junk holds no certificate in PEM"):
+        Security(crt, key, client_ca=junk).server_credentials()
 
 
 def test_security_that_would_be_none():
@@ -212,6 +215,9 @@ def test_half_a_pair_is_refused():
         Security(certificate="x").server_credentials()
     with pytest.raises(ValueError, match="need TLS"):
         Security(client_ca="x").server_credentials()
+    for half in ("certificate", "key"):  # grpc ended the process, without an exception
+        with pytest.raises(ValueError, match="needs both a certificate and its key"):
+            Credentials(ca="ca", **{half: "x"})
 
 
 @pytest.mark.parametrize(
