@@ -27,6 +27,7 @@ from fmoe_ext.checkpoint.files import (
     check_is_file,
     check_torch_file,
     explained,
+    inside,
     locked,
     made_folder,
     publish,
@@ -40,10 +41,14 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 _FILE = "model_optim_rng.pt"
 _RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
 _FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
+_GATES = (("gate.weight", 0), ("w_gate", 1))  # (matrix of a gate, its dimension of experts)
 
 
 def is_fastmoe(path: Path) -> bool:
-    """True for a folder with FastMoE's files, and for the folder of one iteration."""
+    """True for a folder that may be FastMoE's: with Megatron's tracker file, or of one iteration.
+
+    One of Megatron-core has the tracker file too: ask megatron.is_torch_dist first.
+    """
     path = Path(path)
     return path.is_dir() and ((path / TRACKER).exists() or any(path.glob("mp_rank_*/" + _FILE)))
 
@@ -56,7 +61,8 @@ def read_fastmoe(
     path: the folder of one iteration, or the one above (its latest). mp_rank: which model-parallel part, as
     "mp_rank_00" or "mp_rank_00_001"; needed where there are several, which are not merged. Files are read
     without running code in them; trust=True runs it, for files with pickled objects of your own.
-    Raises CheckpointError for missing ranks, for ranks that do not fit together and for files that need trust.
+    Raises CheckpointError for missing ranks (the last ones are missed by the gates: merge_fastmoe), for ranks that do
+    not fit together, for links out of the folder and for files that need trust.
     """
     folder = iteration_folder(Path(path))
     # {model-parallel part: {data-parallel rank: file}}
@@ -64,13 +70,14 @@ def read_fastmoe(
     for entry in sorted(folder.iterdir()):
         match = _RANK_FOLDER.fullmatch(entry.name)
         if match and (entry / _FILE).exists():
-            ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = entry / _FILE
+            file = inside(inside(folder, entry.name), _FILE)
+            ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = file
+    if not ranks:
+        raise CheckpointError(f"{folder} has no mp_rank_*/{_FILE}")
     if mp_rank is None and len(ranks) > 1:
         raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(ranks)}")
     if mp_rank is not None and mp_rank not in ranks:
         raise CheckpointError(f"{folder} has no {mp_rank}, only {', '.join(ranks)}")
-    if not ranks:
-        raise CheckpointError(f"{folder} has no mp_rank_*/{_FILE}")
     files = ranks[mp_rank or next(iter(ranks))]
     absent = sorted(set(range(max(files) + 1)) - files.keys())
     if absent:
@@ -92,7 +99,7 @@ def read_files(files: Sequence[Path], trust: bool = False) -> tuple[dict[str, St
         model = content.get("model", content)
         if not isinstance(model, dict):
             raise CheckpointError(f'{file}: "model" is a {type(model).__name__}, expected a dict')
-        models.append(_flatten(model))  # of Megatron, which nests the parts of a model
+        models.append(_flatten(model))
     iteration = contents[0].get("iteration", 0)
     return merge_fastmoe(models), list(files), iteration if isinstance(iteration, int) else 0
 
@@ -101,14 +108,15 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
     """Merge the state dicts of all ranks, rank 0 first: the experts of all ranks, everything else from rank 0.
 
     Values are tensors or StoredTensors -> {name: StoredTensor}.
-    Raises CheckpointError for ranks that do not fit together.
+    Raises CheckpointError for ranks that do not fit together, for gaps in the numbers of experts, and for fewer or more
+    experts than the layer's gate is for (gate.gate.weight or gate.w_gate; other gates do not show missing last ranks).
     """
     if len(models) > 1 and (of_megatron := expert_layers(models[0])):
         raise CheckpointError(
             f"{', '.join(sorted(of_megatron)) or '(root)'}: experts under Megatron-core's names, whose files of "
             "several ranks are not merged; save with --ckpt-format torch_dist"
         )
-    # Layers whose experts are spread over the ranks: rank 1 has no other tensors, and every rank has the same names
+    # Layers whose experts are spread over the ranks: those that rank 1 has. Every further rank must have the same names
     spread = _expert_names(models[1]) if len(models) > 1 else {}
     for rank, model in enumerate(models):
         own = _expert_names(model)
@@ -132,30 +140,51 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
             group.setdefault(match["rest"], []).append(part)
     # Join them in the order of the experts: by rank, then by their number on it
     for layer, group in parts.items():
+        # a fused layer has one module a rank, with number 0
+        modules = {(rank, index) for tensors in group.values() for rank, index, _ in tensors}
+        numbers = {index for _, index in modules}
+        num_local = len(numbers)
+        if max(numbers) != num_local - 1:
+            gap = next(e for e in range(num_local) if e not in numbers)
+            raise CheckpointError(f"{layer} has experts up to number {max(numbers)}, but no expert {gap}")
+        counts: set[int] = set()  # of the layer's experts, by each of its tensors
         for rest, tensors in group.items():
             name = f"{layer}.{rest}"
-            ordered = [t for _, _, t in sorted(tensors, key=lambda item: item[:2])]
+            tensors.sort(key=lambda item: item[:2])
+            ordered = [t for _, _, t in tensors]
             first, shape = ordered[0], ordered[0].shape
             # An expert [1, *] is a row of a fused tensor; a module of the same names has [*] and stays apart
             num_dims = 3 if rest.endswith("weight") else 2
             is_row = rest in _FUSED_NAMES and len(shape) == num_dims and shape[0] == 1
             if name not in models[0] and not is_row:
-                merged |= {f"{layer}.{e}.{rest}": tensor for e, tensor in enumerate(ordered)}
+                merged |= {f"{layer}.{rank * num_local + i}.{rest}": tensor for rank, i, tensor in tensors}
+                counts.add(len(modules))
                 continue
+            if len(ordered) == 1 and rest not in _FUSED_NAMES:  # its rows may be no experts
+                merged[name] = first
+                continue
+            if any(not t.shape for t in ordered):
+                raise CheckpointError(
+                    f"{name} is a number, but the ranks are joined along a dimension of experts"
+                )
+            if name not in models[0] and len(ordered) < len(modules):
+                raise CheckpointError(f"{layer}: {len(ordered)} of {len(modules)} experts have {rest}")
             if any(t.shape[1:] != shape[1:] or t.dtype != first.dtype for t in ordered):
                 raise CheckpointError(
                     f"{name} differs between ranks: {[[*t.shape, str(t.dtype)] for t in ordered]}"
                 )
             whole = (sum(t.shape[0] for t in ordered), *shape[1:])
             merged[name] = StoredTensor(whole, first.dtype, functools.partial(_concatenated, ordered))
+            if rest in _FUSED_NAMES:
+                counts.add(whole[0])
         # The gate knows how many experts there are: the missing file of a last rank shows here
-        gate = merged.get(f"{layer.removesuffix('experts')}gate.gate.weight")
-        fused = merged.get(f"{layer}.htoh4.weight")
-        if gate is not None and fused is not None and gate.shape[0] != fused.shape[0]:
-            raise CheckpointError(
-                f"{layer}: the gate is for {gate.shape[0]} experts, but the files have {fused.shape[0]}: "
-                "those of some ranks are missing"
-            )
+        for leaf, dim in _GATES:
+            gate = merged.get(f"{layer.removesuffix('experts')}gate.{leaf}")
+            if gate is not None and len(gate.shape) == 2 and (wrong := counts - {gate.shape[dim]}):
+                raise CheckpointError(
+                    f"{layer}: the gate is for {gate.shape[dim]} experts, but the files have {min(wrong)}: "
+                    "those of some ranks are missing"
+                )
     return merged
 
 
@@ -221,7 +250,9 @@ def _write_rank(
         match = EXPERT_NAME.fullmatch(name)
         if match is None:
             if rank == 0:
-                model[name] = tensor.read().contiguous()
+                value = tensor.read().contiguous()
+                # torch.save writes a view with all that it is a view of
+                model[name] = value if value.untyped_storage().nbytes() == value.nbytes else value.clone()
             continue
         # rows of this rank, each an entry [1, *] under its number on the rank
         num_local = tensor.shape[0] // num_ranks
@@ -240,8 +271,8 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     import numpy
 
     check_is_file(path)
-    # Beside tensors, Megatron's files have argparse.Namespace ("args") and arrays of NumPy 1 or 2 (random state)
-    # pickled arrays call this function, under NumPy 1's name or NumPy 2's
+    # Beside tensors, Megatron's files have argparse.Namespace ("args") and arrays (random state). Pickled arrays call
+    # numpy's _reconstruct, by NumPy 1's name of its module or NumPy 2's
     reconstruct = numpy.empty(0).__reduce__()[0]
     plain_data: list[Any] = [
         *(argparse.Namespace, numpy.ndarray, numpy.dtype, type(numpy.dtype("uint32"))),

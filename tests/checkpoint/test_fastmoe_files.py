@@ -118,6 +118,73 @@ def test_other_experts_keep_their_modules():
     assert_same(values(merge_fastmoe(models)), expected)
 
 
+def own_experts(*numbers, leaf="fc.weight"):
+    return {f"mlp.experts.{i}.{leaf}": torch.full((3, 4), float(i)) for i in numbers}
+
+
+def htoh4(num_experts):
+    return {f"mlp.experts.{i}.htoh4.weight": torch.zeros(1, 3, 4) for i in range(num_experts)}
+
+
+@pytest.mark.parametrize(
+    ("gate", "experts"),
+    [
+        ({"mlp.gate.w_gate": torch.zeros(4, 6)}, htoh4(2)),  # NoisyGate: [D, E]
+        ({"mlp.gate.gate.weight": torch.zeros(6, 4)}, own_experts(0, 1)),
+        ({"mlp.gate.w_gate": torch.zeros(4, 6)}, own_experts(0, 1)),
+    ],
+)
+def test_gates_show_missing_last_ranks(gate, experts):
+    """Only gate.gate.weight beside a fused MLP did."""
+    assert len(merge_fastmoe([experts | gate, experts, experts])) in (2, 7)
+    for num_ranks in (1, 2):
+        text = rf"mlp\.experts: the gate is for 6 experts, but the files have {2 * num_ranks}:"
+        with pytest.raises(CheckpointError, match=text):
+            merge_fastmoe([experts | gate, *[experts] * (num_ranks - 1)])
+
+
+def test_numbers_of_experts_are_kept_and_gaps_refused():
+    """Experts 0 and 2 became 0 and 1, and the bias that expert 1 alone has became expert 0's."""
+    for numbers in ((0, 2), (1,), (0, 10**12)):
+        for num_ranks in (1, 2):
+            with pytest.raises(CheckpointError, match=rf"up to number {numbers[-1]}, but no expert [01]$"):
+                merge_fastmoe([own_experts(*numbers)] * num_ranks)
+    models = [own_experts(0, 1) | own_experts(1, leaf="fc.extra")] * 2
+    assert [name for name in merge_fastmoe(models) if "extra" in name] == [
+        "mlp.experts.1.fc.extra",
+        "mlp.experts.3.fc.extra",
+    ]
+    models[0] = htoh4(2) | {"mlp.experts.1.htoh4.bias": torch.zeros(1, 3)}
+    with pytest.raises(CheckpointError, match=r"mlp\.experts: 1 of 2 experts have htoh4\.bias"):
+        merge_fastmoe(models[:1])
+
+
+def test_numbers_among_the_experts():
+    """A tensor without dimensions was an IndexError."""
+    scale = {"mlp.experts.scale": torch.tensor(2.0)}
+    assert_same(values(merge_fastmoe([scale])), scale)
+    for models in ([scale, scale], [{"mlp.experts.htoh4.bias": torch.tensor(1.0)}]):
+        with pytest.raises(CheckpointError, match=r"mlp\.experts\.[\w.]+ is a number"):
+            merge_fastmoe(models)
+    with pytest.raises(CheckpointError, match=r"mlp\.experts\.scale is a number"):
+        merge_fastmoe([{"mlp.experts.scale": torch.zeros(1)}, scale])
+
+
+@pytest.mark.parametrize("at", ["mp_rank_00", "mp_rank_00/model_optim_rng.pt"])
+def test_links_out_of_the_folder_are_refused(tmp_path, at):
+    iteration = write_as_fastmoe_did(tmp_path / "job", random_model().state_dict())
+    (iteration / at).rename(tmp_path / "elsewhere")
+    (iteration / at).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(CheckpointError, match=r"is a link to .*elsewhere, outside the folder"):
+        read_fastmoe(tmp_path / "job")
+
+
+def test_views_are_written_without_what_they_are_views_of(tmp_path):
+    write_fastmoe(tmp_path, {"a": StoredTensor.of(torch.arange(100_000.0)[5:8])})
+    tensors, (file,), _ = read_fastmoe(tmp_path)
+    assert file.stat().st_size < 4000 and tensors["a"].read().tolist() == [5.0, 6.0, 7.0]
+
+
 def test_misfitting_files_are_refused(tmp_path):
     state = random_model().state_dict()
     folder = write_as_fastmoe_did(tmp_path, state)
@@ -150,6 +217,10 @@ def test_misfitting_files_are_refused(tmp_path):
         read_fastmoe(tmp_path)
     with pytest.raises(CheckpointError, match="has no mp_rank_07, only mp_rank_00, mp_rank_01"):
         read_fastmoe(tmp_path, mp_rank="mp_rank_07")
+    (tmp_path / "empty").mkdir()
+    for mp_rank in (None, "mp_rank_00"):
+        with pytest.raises(CheckpointError, match=r"empty has no mp_rank_\*/model_optim_rng\.pt"):
+            read_fastmoe(tmp_path / "empty", mp_rank)
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
     with pytest.raises(CheckpointError, match="says 30, but there is no iter_0000030"):
         read_fastmoe(tmp_path)
