@@ -3,11 +3,13 @@
 The entry "fmoe_ext" of config.json (record.py) says what the dense model was and which MLPs became which MoE layers. So
 loading repeats what the user did: build the dense model with Transformers, fmoefy each noted layer with the noted
 options, then load the tensors, all of them or none. The folder may be a stranger's: the entry is checked before
-anything is built from it, and its sizes against the bytes of the files before memory is taken.
+anything is built from it. Before memory is taken, the dense model is made on the meta device, and its size and those of
+the MoE layers are compared with the bytes of the files.
 """
 
 from __future__ import annotations
 
+import copy
 import functools
 from collections.abc import Mapping
 from pathlib import Path
@@ -31,6 +33,11 @@ from fmoe_ext.huggingface.record import KEY, take_record
 from fmoe_ext.models.fmoefy import find_targets, replace
 from fmoe_ext.models.target import Options
 
+# Weights of the dense model for each byte of the files. At a byte a weight 1 would do, but the MLPs that became MoE
+# layers are not in the files, and hidden_hidden_size= may have made all experts of a layer smaller than its MLP was
+_MOST_WEIGHTS = 8
+_SMALL = 2**26  # numbers in buffers that Transformers computes (masks, positions), of which files have none
+
 
 def from_pretrained(
     folder: str | Path,
@@ -40,14 +47,15 @@ def from_pretrained(
     dtype: torch.dtype | None = None,
     **moe_kwargs: Any,
 ) -> nn.Module:
-    """Load the fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval() and bitwise.
+    """Load the fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval().
 
     folder: with config.json and model.safetensors or its parts, or its name in the hub's cache. gate, activation,
     moe_kwargs: what fmoefy was given and a file cannot hold (your own gate or activation); an error says which is
     missing.
-    dtype: None takes each tensor's own in the files.
+    dtype: None takes each tensor's own in the files, so that the model has the same bits.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
-    damaged JSON, for an entry that fmoefy did not write, and for files and links outside the folder.
+    damaged JSON, for an entry that fmoefy did not write, for sizes that the files are too small for, and for files and
+    links outside the folder.
     Equivalent to: AutoModel....from_pretrained(folder), were the model a dense one.
 
     Example:
@@ -62,6 +70,8 @@ def from_pretrained(
         True
     """
     transformers = require("transformers", "from_pretrained()")
+    from safetensors.torch import load_file
+
     parallel = moe_kwargs.keys() & {"moe_group", "world_size"}
     if parallel:
         raise ValueError(
@@ -90,7 +100,6 @@ def from_pretrained(
     for file in files.paths:
         if not file.is_file():
             raise ValueError(f"{folder} must hold {file.name!r}, which its index names")
-    _check_sizes(files, record)
 
     # The dense model.
     check_values(folder, values)
@@ -101,10 +110,13 @@ def from_pretrained(
     model_class: Any = getattr(transformers, str(name), None)
     if not isinstance(model_class, type) or not issubclass(model_class, transformers.PreTrainedModel):
         raise ValueError(f"{config_file}: architectures names no model of Transformers: {name!r}")
+    with errors_of_transformers(folder), torch.device("meta"):
+        unfilled = model_class(copy.deepcopy(config))
+    _check_sizes(files, record, unfilled)
     with errors_of_transformers(folder):
         model: Any = model_class(config).to(dtype or config.dtype or torch.get_default_dtype())
 
-    # Its MoE layers. What the files lack of some layers is for these alone: others were made by another fmoefy().
+    # Its MoE layers. An argument that the entry lacks of some layers is for these alone: it has the others' value.
     given = {"gate": gate, "activation": activation, **moe_kwargs}
     given = {name: value for name, value in given.items() if value is not None}
     lacking = {name for entry in record["layers"] for name in entry["missing"]}
@@ -112,8 +124,6 @@ def from_pretrained(
         own = {n: value for n, value in given.items() if n in entry["missing"] or n not in lacking}
         _rebuild(model, entry, own, f"{config_file}: {KEY}.layers[{i}]")
     model.config._name_or_path = str(folder)
-
-    from safetensors.torch import load_file
 
     # The tensors.
     tensors: dict[str, Tensor] = {}
@@ -130,17 +140,29 @@ def from_pretrained(
     return model.eval()
 
 
-def _check_sizes(files: ModelFolder, record: dict[str, Any]) -> None:
-    """Raise CheckpointError for layers of more weights than the files have bytes, before any is made."""
+def _check_sizes(files: ModelFolder, record: dict[str, Any], dense: nn.Module) -> None:
+    """Raise CheckpointError for MoE layers, or a dense model on the meta device, that are too large for the files."""
     num_bytes = sum(file.stat().st_size for file in files.paths)
+    most = _MOST_WEIGHTS * num_bytes
+    for what, tensors, bound in (
+        ("weights", dense.parameters(), most),
+        ("numbers in buffers", dense.buffers(), max(most, _SMALL)),
+    ):
+        if (count := sum(t.numel() for t in tensors)) > bound:
+            raise CheckpointError(
+                f"{files.folder / 'config.json'} makes a {type(dense).__name__} of {count:,} {what}, but files of "
+                f"{num_bytes:,} bytes have {bound:,} at most. Take the folder as model.save_pretrained() wrote it"
+            )
     total = 0
     for i, entry in enumerate(record["layers"]):
         sizes = [entry["options"].get(name) for name in ("latent_size", "shared_expert_hidden")]
-        # the layer itself refuses what is no number
-        latent, shared = (size if isinstance(size, int) else 0 for size in sizes)
+        # the layer itself refuses what is no number above 0
+        latent, shared = (size if isinstance(size, int) and size > 0 else 0 for size in sizes)
         width = latent or entry["d_model"]
-        # one of each expert's two weights, and of the latent's and shared expert's: a byte each at least
-        total += entry["num_experts"] * entry["d_hidden"] * width + entry["d_model"] * (latent + shared)
+        # one of each expert's two weights, or the gate's where that is larger, and one of the latent's and shared
+        # expert's: a byte each at least
+        total += entry["num_experts"] * max(entry["d_hidden"] * width, entry["d_model"])
+        total += entry["d_model"] * (latent + shared)
         if total > num_bytes:
             raise CheckpointError(
                 f"{files.folder / 'config.json'}: {KEY}.layers[{i}] has num_experts {entry['num_experts']}, d_model "
@@ -177,6 +199,7 @@ def _rebuild(model: nn.Module, entry: Mapping[str, Any], given: dict[str, Any], 
         gate=gate,
         activation=given.get("activation", entry["activation"]),
         d_model=entry["d_model"],
+        # the MoE layer of a torch layer is its linear1 (models/plain.py), and match= points at the torch layer
         match=(lambda at, module: path in (at, f"{at}.linear1")) if entry["matched"] else None,
         moe_kwargs=entry["options"]
         | {"bias": entry["bias"]}
@@ -207,7 +230,7 @@ def _load(folder: Path, model: Any, tensors: dict[str, Tensor]) -> None:
     # tied parameters have one place in memory, and a file has one of their names
     places = {name: (value.data_ptr() or id(value), tuple(value.shape)) for name, value in state.items()}
     there = {place for name, place in places.items() if name in tensors}
-    computed = model._keys_to_ignore_on_save or ()  # positions that are sines, as Marian's
+    computed = model._keys_to_ignore_on_save or ()  # such as Marian's positions, which are sines
     missing = [name for name, place in places.items() if place not in there and name not in computed]
     unknown = tensors.keys() - state.keys()
     wrong = [name for name in tensors.keys() & state.keys() if tensors[name].shape != state[name].shape]

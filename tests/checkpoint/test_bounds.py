@@ -336,6 +336,70 @@ def test_hostile_record_of_fmoefy_ends_in_one_error(fmoefied, tmp_path):
     assert taken <= {"kind", "matched", "activation", "options", "gate_bias"}, taken
 
 
+@pytest.mark.parametrize(
+    ("change", "of_layer", "text"),
+    [
+        ({"vocab_size": 6_000_000}, {}, r"makes a LlamaForCausalLM of 192,\d+,\d+ weights, but .* bytes"),
+        # the experts replace that MLP, so the model fits the files in the end
+        (
+            {"intermediate_size": 6_000_000},
+            {},
+            r"makes a LlamaForCausalLM of 576,\d+,\d+ weights, but .* bytes",
+        ),
+        (
+            {},
+            {"num_experts": 10**7, "options": {"shared_expert_hidden": -(10**10)}},
+            r"layers\[0\] has num_experts 1",
+        ),
+        ({}, {"num_experts": 10**7, "options": {"latent_size": -(10**9)}}, "weights or more"),
+        ({}, {"num_experts": 3000, "d_hidden": 1, "options": {"latent_size": 1}}, "weights or more"),
+    ],
+)
+def test_sizes_are_compared_with_the_files_before_memory_is_taken(
+    fmoefied, tmp_path, monkeypatch, change, of_layer, text
+):
+    """The dense model was not bounded, and a negative size outweighed the experts'."""
+    import transformers
+
+    from fmoe_ext.huggingface import from_pretrained, saved
+
+    def make(*_):
+        raise AssertionError("an MoE layer was made")
+
+    monkeypatch.setattr(saved, "_rebuild", make)
+    init = transformers.LlamaForCausalLM.__init__
+
+    def on_meta_only(self, *args):
+        assert torch.empty(0).is_meta, "memory was taken"
+        init(self, *args)
+
+    monkeypatch.setattr(transformers.LlamaForCausalLM, "__init__", on_meta_only)
+    path = tmp_path / "model"
+    shutil.copytree(fmoefied, path)
+    values = json.loads((path / "config.json").read_text())
+    values["fmoe_ext"]["layers"][0] |= of_layer
+    (path / "config.json").write_text(json.dumps(values | change))
+    with pytest.raises(CheckpointError, match=text):
+        from_pretrained(path)
+
+
+def test_computed_buffers_are_bounded(tmp_path):
+    """A table of positions may be larger than the files of a small model, but not of any size."""
+    from transformers import GPTJConfig, GPTJForCausalLM
+
+    from fmoe_ext.huggingface import from_pretrained
+
+    sizes = {"vocab_size": 8, "n_embd": 8, "n_layer": 1, "n_head": 1, "n_inner": 8, "rotary_dim": 8}
+    config = GPTJConfig(**sizes, n_positions=20_000, bos_token_id=1, eos_token_id=2)
+    model = fmoefy(GPTJForCausalLM(config), num_experts=2, top_k=1)
+    model.save_pretrained(tmp_path)
+    assert same_weights(from_pretrained(tmp_path), model)
+    values = json.loads((tmp_path / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(values | {"n_positions": 10_000_000}))
+    with pytest.raises(CheckpointError, match=r"GPTJForCausalLM of 80,000,\d+ numbers in buffers"):
+        from_pretrained(tmp_path)
+
+
 @pytest.mark.parametrize("read", [r for r in READERS if r is not by_from_pretrained])
 def test_fmoefied_folder_is_refused_by_readers_of_dense_models(folder, tmp_path, read):
     path = tmp_path / "model"
