@@ -1,4 +1,9 @@
-"""Families without code of their own: their facts alone tell them apart. family.py explains the fields."""
+"""Model types of Transformers whose MoE layers are described by data alone, for import, export and checkpoints.
+
+__init__.py collects FAMILIES; a family with rules in code has a file of its own. family.py explains the fields: files
+and modules say what tensors are called, config where config.json has a layer's facts, holds which dense models can be
+exported as this one.
+"""
 
 from fmoe_ext.checkpoint.families.family import (
     CLAMPED,
@@ -104,7 +109,7 @@ _GPT_OSS = Family(
     returns_scores=True,
 )
 
-# Granite 3 MoE; Granite models with MoE layers
+# Granite 3 MoE; Granite models with MoE layers. Granite 4 and others are variants (FAMILIES)
 _GRANITEMOE = Family(
     name="granitemoe",
     holds=("granitemoe", "granite"),
@@ -191,7 +196,7 @@ _LFM2_MOE = Family(
     layers=as_configured,
 )
 
-# MiniMax-M2 and the language model of MiniMax-M3
+# MiniMax-M2; the language model of MiniMax-M3 is a variant (FAMILIES)
 _MINIMAX_M2 = Family(
     name="minimax_m2",
     holds=("minimax_m2",),
@@ -221,7 +226,7 @@ _MIXTRAL = Family(
 )
 
 # Nemotron-H: experts without a gate, between projections to a narrower width
-_LAYOUT = Layout(
+_NEMOTRON_H_LAYOUT = Layout(
     block="mixer",
     expert_bias="gate.e_score_correction_bias",
     experts=("experts.up_proj", "experts.down_proj"),
@@ -231,12 +236,11 @@ _LAYOUT = Layout(
     latent=("fc1_latent_proj", "fc2_latent_proj"),
 )
 
-
 _NEMOTRON_H = Family(
     name="nemotron_h",
     holds=("nemotron_h",),
-    files=_LAYOUT,
-    modules=_LAYOUT,
+    files=_NEMOTRON_H_LAYOUT,
+    modules=_NEMOTRON_H_LAYOUT,
     gates=("SigmoidGate",),
     activations=UNGATED,
     activation_key="mlp_hidden_act",
@@ -278,7 +282,7 @@ FAMILIES = (
     _GRANITEMOE,
     _GRANITEMOE.variant("granitemoe_swa"),  # with sliding windows
     _GRANITEMOE.variant("granitemoehybrid"),  # Granite 4, with Mamba layers and a shared MLP of its own
-    _GRANITEMOE.variant("granitemoeshared"),  # a shared MLP of its own beside the MoE layer,
+    _GRANITEMOE.variant("granitemoeshared"),  # a shared MLP of its own beside the MoE layer
     _INKLING2,
     _INKLING2.variant("inkling2_loop_text"),
     _JAMBA,
@@ -293,8 +297,10 @@ FAMILIES = (
         activations=(CLAMPED,),
         config={
             **_MINIMAX_M2.config,
-            **{"shared": "shared_intermediate_size", "scale": "routed_scaling_factor"},
-            **{"swiglu_alpha": "swiglu_alpha", "swiglu_limit": "swiglu_limit"},
+            "shared": "shared_intermediate_size",
+            "scale": "routed_scaling_factor",
+            "swiglu_alpha": "swiglu_alpha",
+            "swiglu_limit": "swiglu_limit",
         },
         layers=as_configured,
     ),
