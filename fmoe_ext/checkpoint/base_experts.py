@@ -1,7 +1,7 @@
-"""Find the experts of a layer in a model's folder by the path of their module, for adapters that are merged into them.
+"""Find the experts of a layer in a model's folder by the path of their module, for finetune/adapters.
 
-For architectures that Transformers knows its own table says which tensors they are (weight_names.py); for others the
-names of known layouts do.
+An adapter names modules of the model. Which tensors of the files these are, Transformers' own table says for the
+architectures that it knows (weight_names.py); for others the names of known layouts do.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class BaseExperts:
     def __init__(self, base: ModelFolder) -> None:
         self.base = base
         # Models on the meta device with their names in the files: the class that config.json names, and the language
-        # model alone. [] if Transformers does not know the model type
+        # model alone. [] without Transformers, or if it does not know the model type
         self._models: list[tuple[Any, WeightNames]] = []
         try:
             import transformers
@@ -92,7 +92,7 @@ class BaseExperts:
             found = Experts(of_role, d_model, d_hidden, down.is_stack, turned, interleaved, in_turn)
             _check_shapes(self.base, found)
             return found
-        # Transformers does not know it: look for the names of known layouts
+        # Transformers' table does not have it: look for the names of known layouts
         tensors = self.base.tensors
         stem, _, block = layer.removesuffix(".experts").rpartition(".")
         for name in dict.fromkeys((block, *BLOCKS)):

@@ -240,7 +240,7 @@ class SavePlanner(DefaultSavePlanner):
 
 
 class _Fingerprint(NamedTuple):
-    """A digest that tensors of the same bytes share, and others do not, except by chance."""
+    """A digest that tensors of one dtype, shape and content share, and others do not, except by chance."""
 
     what: str  # dtype and shape
     value: str

@@ -1,4 +1,4 @@
-"""Inspect, merge and convert checkpoints of any format: `fmoe checkpoint inspect|merge|convert PATH`."""
+"""Inspect, merge and convert checkpoints of all formats of convert.py: `fmoe checkpoint inspect|merge|convert PATH`."""
 
 import argparse
 import json

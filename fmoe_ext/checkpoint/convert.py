@@ -1,6 +1,7 @@
-"""Convert a checkpoint of any format into any other, by way of our layout: read(), then write().
+"""Convert a checkpoint of each format that read() knows into one of FORMATS, by way of our layout.
 
-`fmoe checkpoint` (cli.py) is the caller. Tensors are StoredTensors, so one is in memory at a time.
+`fmoe checkpoint` (cli.py) is the caller. Tensors are StoredTensors, read while they are written: one at a time for
+safetensors, all of a rank for "fastmoe", and all of the model for "fmoe_ext".
 """
 
 from collections.abc import Callable
@@ -26,11 +27,11 @@ FORMATS = ("fmoe_ext", "safetensors", *(f"hf-{layout}" for layout in LAYOUTS), "
 
 @dataclass
 class Checkpoint:
-    """A checkpoint of any format."""
+    """A checkpoint as read() describes it, whatever its format."""
 
     format: str
     tensors: dict[str, StoredTensor]  # the model's, in our layout
-    files: list[Path]  # all that belong to it
+    files: list[Path]  # those with its tensors
     step: int = 0
     manifest: Manifest | None = None  # of one of ours
     routing: dict[str, Any] = field(default_factory=dict)  # {layer: what its gate computes}, if said
@@ -62,7 +63,7 @@ def read(*paths: str | Path, mp_rank: str | None = None, trust: bool = False) ->
     # DeepSpeed before ours: both have a file `latest`
     if deepspeed.is_deepspeed(path):
         return Checkpoint("deepspeed", *deepspeed.read_deepspeed(path, mp_rank, trust))
-    # A folder with a checkpoint of ours is read as that, whatever else lies in it
+    # Ours before the others: their files may lie beside a checkpoint of ours
     ours = store.has_checkpoint(path)
     if not ours and (folder := ModelFolder(path)).paths:
         tensors, converted = huggingface.read_model(folder)

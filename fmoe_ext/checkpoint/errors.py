@@ -1,7 +1,7 @@
 """CheckpointError, and together(), by which all ranks raise the same one.
 
-A rank that raised alone would leave the others waiting in the next collective call. So everything that may fail runs in
-`with together(...)`: the ranks exchange what failed, and all of them raise or none.
+A rank that raised alone would leave the others waiting in the next collective call. So what may fail on some ranks runs
+in `with together(...)`: the ranks exchange what failed, and all of them raise or none.
 """
 
 from collections.abc import Iterator
@@ -50,7 +50,7 @@ def together(action: str, group: dist.ProcessGroup | None = None) -> Iterator[No
 
 def text_of(error: BaseException) -> str:
     """Return the text of an error, the same on all ranks."""
-    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint: each rank's, in any of them
+    if isinstance(error, CheckpointException):  # of torch.distributed.checkpoint, for several ranks
         return "; ".join(
             f"rank {rank}: {text_of(cause)}" for rank, (cause, _) in sorted(error.failures.items())
         )

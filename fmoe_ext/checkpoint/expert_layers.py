@@ -5,7 +5,7 @@ two weights: w1 [E, gate rows before up rows, in] and w2 [E, out, in]. Where the
 of both follow each other in the buffer, which joins them. There are four ways to a weight, by what the files have; each
 ends in Parts whose spans say which bytes go where (expert_files.py):
 
-    as they lie    plain tensors in the order of the module: bytes are copied (_part_of)
+    plain          bytes are copied, or rearranged where the module has another order (_plain_part)
     packed         matrices that an operator decodes (methods/): bytes are copied or rearranged (_packed_part)
     decoded        any other packing, or several in one layer: float32, computed from the bytes (_decoded_part)
     MXFP4          GPT-OSS's own names: stacks of blocks and scales (mxfp4_layer)

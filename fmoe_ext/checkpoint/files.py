@@ -300,9 +300,10 @@ def unique() -> str:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold a lock that processes on all machines see; CheckpointError, with its owner, if another process holds it.
+    """Hold a lock while the body runs; CheckpointError, with its owner, if another process holds it.
 
-    The system releases the lock when the process ends, however it ends. Yields False on a file system without locks.
+    Processes on other machines see it where their file system shares flock(), as NFS does. The system releases the lock
+    when the process ends, however it ends. Yields False on a file system without locks.
     """
     while True:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

@@ -2,12 +2,12 @@
 
 ours     gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
          FMoETransformerMLP with a gated activation, bias=False, gate_bias=False; ungated experts have htoh4 [E, H, D]
-theirs   a Layout of families/, one file a family; "fused" is what most modules of Transformers have: gate.weight,
+theirs   a Layout of families/; "fused" is what most modules of Transformers have: gate.weight,
          experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]
 
 A state dict does not say which layout it has, so find_layer() looks for the names of all layouts, and tells those that
-share names apart by their shapes. to_layout() is the way back. Both make StoredTensors: nothing is read before the
-result is, and then an expert at a time. All other tensors of a model pass through under their names.
+share names apart by their shapes. to_layout() is the way back. Both make StoredTensors: a weight is read when the
+result is, one expert of it if only its rows are asked for. All other tensors of a model pass through under their names.
 
 E experts, D width of the model, H width of an expert. "In turn" are rows gate, up, gate, up, ... (GPT-OSS).
 """
@@ -218,7 +218,7 @@ def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredT
         bias = left.pop(EXPERT_BIAS, None) or zeros((num_experts,), torch.float32)
         shape = (1, *bias.shape) if layout.bias_is_row else bias.shape
         out[layout.expert_bias] = by_rows(bias, shape, lambda b: b.view(shape))
-    # a gate of ours always has the bias: one of zeros chooses as none does
+    # our SigmoidGate always has the bias: one of zeros chooses as none does
     elif layout.no_bias and EXPERT_BIAS in left and not left[EXPERT_BIAS].read().any():
         del left[EXPERT_BIAS]
     # Shared experts: [1, 2H, D] -> three matrices, or two where gate and up are one or there is no gate

@@ -274,7 +274,7 @@ def is_torch_dist(path: Path) -> bool:
 def read_torch_dist(path: Path) -> tuple[dict[str, StoredTensor], list[Path], int, list[str]]:
     """Read a folder of torch.distributed.checkpoint -> (the model's {name: StoredTensor}, files, iteration, left out).
 
-    Left out are the optimizer's state and what is no tensor, because reading that would run code of the file.
+    Left out are the optimizer's state, and what is no tensor: reading it would run code of the file.
     """
     folder = iteration_folder(path)
     saved, others = read_metadata(inside(folder, ".metadata"))

@@ -7,10 +7,10 @@
 local_path() finds the folder by its path or its name on the hub. ModelFolder reads config.json and the index at once,
 and the headers of the shards when its tensors are asked for.
 
-Such a folder comes from anywhere, so nothing in it is believed: the index names files, config.json may name the index
-or a single file, and each entry may be a link. files.inside() looks each of them up. Transformers reads by its own
-rules, so before it gets a folder, check() looks at every entry, and read_config() bounds the number of layers: a
-config.json of a few bytes could make it build any number of modules.
+Such a folder may be a stranger's: the index names files, config.json may name the index or a single file, and each
+entry may be a link. files.inside() looks each of them up. Transformers follows any link: call check(), which looks at
+every entry, before it loads a model. read_config() bounds the number of layers, because a config.json of a few bytes
+could make Transformers build any number of modules.
 """
 
 import os

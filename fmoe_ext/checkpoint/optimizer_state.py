@@ -3,9 +3,9 @@
     tensors   "optimizer.<entry>.<parameter>", as optimizer.exp_avg.layers.0.mlp.experts.htoh4.weight
     record    plain values for the manifest: class, options of groups, {parameter: its group}, state that is no tensor
 
-An optimizer numbers its parameters; the numbers differ between layouts, so names replace them. State of a parameter of
-fused experts [E, *] must have a row for each expert, which moves with the expert, or be one number (a step), which
-belongs to all. State of any other shape means nothing in another layout, and is refused.
+An optimizer numbers its parameters; the numbers differ between layouts, so names replace them. State of fused experts
+[E, *] that are spread over ranks must have a row for each expert, which moves with the expert, or be one number (a
+step), which belongs to all. State of any other shape means nothing in another layout, and is refused.
 
 take() collects the state on saving. On loading compare() checks, Loading makes room, and its commit() hands over.
 """

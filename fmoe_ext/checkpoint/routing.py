@@ -42,6 +42,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 # Methods that a subclass of FMoETransformerMLP overrides to compute something else
 _METHODS = ("forward", "_run", "_choose", "_call_gate", "expert_fn")
+# Attributes of gates that change what they compute
 OPTIONS = (
     *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
     *("norm_eps", "biased", "rms_eps"),
@@ -157,7 +158,7 @@ def _facts(layer: Any) -> dict[str, Any]:
 def _check_computes(name: str, layer: FMoE, family: Family) -> None:
     """Raise CheckpointError if a layer computes what a format's tensors and configuration cannot say."""
     where = name or "(root)"
-    # Classes and methods of its own may compute anything
+    # A subclass, and experts of another class, may compute anything
     if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
         raise CheckpointError(
             f"{where} has experts of its own ({type(layer.experts).__name__}), no format has a place for "
@@ -302,7 +303,7 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
 def check_routing(
     routing: Mapping[str, Mapping[str, Any]], layers: Iterable[tuple[str, FMoE]], source: str
 ) -> None:
-    """Raise CheckpointError, with all differences, if gates or experts compute something else than was saved.
+    """Raise CheckpointError, which lists the differences, if gates or experts compute something else than was saved.
 
     routing: Manifest.routing, {layer: facts}. source: where it is from, for the error.
     """

@@ -6,9 +6,9 @@ once, and on loading reads for every rank the rows that it has now:
 
     saved by 2 ranks   rows 0 1 2 3 | 4 5 6 7        loaded by 4 ranks   rows 0 1 | 2 3 | 4 5 | 6 7
 
-So any number of ranks loads what any other number saved, and nothing is gathered.
+So any number of ranks loads what any other number saved, and no rank gathers the experts of others.
 
-All checks come before the first change: what can be wrong with files, model or optimizer raises the same error on
+load() checks before it changes: wrong checksums, and a model or an optimizer that does not fit, raise the same error on
 every rank (errors.together) while the model is as it was.
 """
 
@@ -138,9 +138,9 @@ def load(
     Manifest.extra is what this rank gave to save(); in a job of another number of ranks it is rank 0's on every rank,
     with a warning where ranks had given different values, all of which are in Manifest.extras.
 
-    Raises CheckpointError, with the same text on every rank and before anything is changed, for damaged files, missing
-    or extra tensors, other shapes and dtypes, other numbers of experts, gates and experts that compute something else
-    (top_k, activation) and models whose state_dict() returns copies.
+    Raises CheckpointError, with the same text on every rank and before anything is changed, for wrong checksums,
+    missing or extra tensors, other shapes and dtypes, other numbers of experts, gates and experts that compute
+    something else (top_k, activation) and models whose state_dict() returns copies.
 
     Example:
 
@@ -188,7 +188,7 @@ def load(
                 dtypes = {name: tensor.dtype for name, tensor in source.tensors.items()}
                 loading = optimizer_state.Loading(optimizer, state, record, source.saved, dtypes)
         with together(f"loading {source.path}", process_group):
-            # Nothing was changed so far: what can be wrong with files or model has raised by now
+            # Nothing was changed so far. Reading may still fail now, and leave the model half loaded
             for name, value in state.tensors.items():
                 if state.is_buffer(name) and value.dtype != source.tensors[name].dtype:
                     state.give_dtype(name, source.tensors[name].dtype)

@@ -254,7 +254,7 @@ def verify(
     progress: Callable[[int], Any] | None = None,
     process_group: dist.ProcessGroup | None = None,
 ) -> None:
-    """Check size and SHA-256 of the files of a checkpoint, each on one rank; CheckpointError names the bad ones."""
+    """Check size and SHA-256 of a checkpoint's files, each on one rank; CheckpointError names this rank's bad ones."""
     # size before SHA-256: a truncated file need not be read
     wrong = []
     for name in share(sorted(manifest.files), process_group):

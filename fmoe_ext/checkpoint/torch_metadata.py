@@ -1,7 +1,8 @@
 """Read torch's `.metadata`, a pickle that says where the tensors of a checkpoint are, without running anything in it.
 
 A pickle is a program that names classes and calls them. Here where it names one of CLASSES it gets a class of records,
-which note their arguments and state and do nothing; every other name is refused (_Unpickler). Before that,
+which note their arguments and state and do nothing. A dtype of torch stays a name, and any other name is refused
+(_Unpickler). Before that,
 _check_program() reads the instructions one by one, because Python's Unpickler can be made to use up time or memory:
 
 * only instructions that build plain values and records are allowed;
@@ -69,7 +70,7 @@ _INSTRUCTIONS = frozenset(
 
 
 class _Name(NamedTuple):
-    """The name of a dtype in the file, which is never looked up."""
+    """The name of a dtype in the file; SavedTensor.check() looks for the dtype of this name."""
 
     module: str
     name: str

@@ -1,8 +1,8 @@
 """Find the tensors of a folder that Transformers does not load: heads for the tokens after the next (MTP), and others.
 
 Heads lie in layers behind the last one (DeepSeek-V3, GLM-4.5), or under `mtp` (Qwen3-Next, MiMo, Mellum). A model in
-memory does not have them; generate(use_mtp=True) reads them from the folder again. So every writer of a folder copies
-them from the one that the model came from.
+memory does not have them; generate(use_mtp=True) reads them from the folder again. So the writers of formats/ copy them
+from the folder that the model came from, where the format has a place for them.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Find the MLPs of dense Hugging Face models for fmoefy, by the structure of their layers, not by their names.
+"""Find the MLPs of dense Hugging Face models for fmoefy by the structure of their layers, without a list of models.
 
 fmoefy asks find() and after_replacing() (models/target.py says what they owe it). A function for each of three
 structures reads it or returns None:
@@ -74,8 +74,8 @@ def _walk(module: nn.Module, path: str, parent: Any, attribute: str, activation:
 
 
 def _read_module(path: str, module: nn.Module, parent: Any, attribute: str, activation: Any) -> Target | None:
-    """Replace an MLP module: two linear layers d -> H or 2H -> d, or three d -> H, d -> H, H -> d, in any order."""
-    # by its names, for once: the linear layers of an attention can have the shapes of an MLP
+    """Make the target for an MLP module: linear layers d -> H or 2H, H -> d, or d -> H, d -> H, H -> d in any order."""
+    # by its names: the linear layers of an attention can have the shapes of an MLP
     names = f"{attribute} {type(module).__name__}".lower()
     if "attn" in names or "attention" in names:
         return None
@@ -120,7 +120,7 @@ class AddsResidual(nn.Module):
 
 
 def _read_bert(path: str, layer: Any) -> Target | None:
-    """Replace `intermediate`, or only its linear layer if something comes before that."""
+    """Make the target for `intermediate`, or for its linear layer alone if something comes before that."""
     first: Any = getattr(layer, "intermediate", None)
     second: Any = getattr(layer, "output", None)
     if not (
@@ -150,7 +150,7 @@ def _read_bert(path: str, layer: Any) -> Target | None:
 
 
 def _read_fc(path: str, layer: Any) -> Target | None:
-    """Replace fc1 beside an attention; the layer's own forward stays, and what follows fc1 in it does nothing."""
+    """Make the target for fc1 beside an attention; the layer's forward stays, what follows fc1 in it does nothing."""
     if not (
         is_linear(getattr(layer, "fc1", None))
         and is_linear(getattr(layer, "fc2", None))

@@ -4,12 +4,13 @@ Transformers' own save_pretrained() would write a fmoefied model under a config.
 every rank of a job would write the part that it has. replace_save_pretrained() therefore sets another one on the
 model:
 
-    _save_fmoefied (here)     for what fmoefy made
+    _save_fmoefied (here)     for what fmoefy made; adds a model card
     _save_spread (ep.py)      for a Transformers MoE model with its experts spread over ranks
-    formats/imports.py        for imported models
+    save_adapters (ep.py)     for PEFT's adapters of these; writes into the target itself
+    formats/imports.py        for imported models; adds a model card
 
-Each fills a folder beside the target, which then takes the target's place in one step, and adds a model card. fmoefy
-imports this module, so it imports fmoe_ext.checkpoint where it is used.
+All but save_adapters write into a folder inside the target, whose files then replace the target's (shards.replacing).
+fmoefy imports this module, so it imports fmoe_ext.checkpoint where it is used.
 """
 
 from __future__ import annotations
@@ -68,7 +69,7 @@ def _push_from_one_process(model: Any, repo_id: str, **options: Any) -> Any:
 
 
 def card_of(model: Any, config: Any, title: str, command: str, format: str | None = None) -> str:
-    """Write the model card of a Transformers model that is saved with a configuration, in a format (None: its own)."""
+    """Return the text of a model card, for a Transformers model that is saved in a format (None: its own)."""
     from fmoe_ext.checkpoint.card import render_card
 
     # what can be said of any model: class, experts, dtype, and the hub's task by the class's name

@@ -27,9 +27,10 @@ class BalanceCallback(TrainerCallback):
     """The gates' balance loss in the training loss, and the experts' load in the logs.
 
     weight: of the balance loss, which add_balance_loss(trainer, weight) adds. Every log with a training loss gains
-    moe/balance_loss (without its weight), moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the
-    layers since the last log and over all ranks (balance.summarize). file: of JSON lines, to which balance.write() adds
-    the loads of every layer. TrainingArguments(report_to=["tensorboard"]), "wandb" and others get the same numbers.
+    moe/balance_loss (of this rank, summed over the gates, without its weight; the mean of the microbatches), and
+    moe/max_over_mean, moe/dropped_share and moe/dead_experts, means over the layers of the load on all ranks
+    (balance.summarize), both since the last log. file: of JSON lines, to which balance.write() adds the loads of every
+    layer. TrainingArguments(report_to=["tensorboard"]), "wandb" and others get the same numbers.
     """
 
     def __init__(self, weight: float = 0.01, file: str | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Command A with experts."""
+"""Family (family.py) of Command A with experts: config.json names the router's scores, and may average the outputs."""
 
 from types import MappingProxyType
 

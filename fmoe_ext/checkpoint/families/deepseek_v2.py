@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and DeepSeek-V2-Lite, and the language models of two that read pages."""
+"""Family (family.py) of DeepSeek-V2 and V2-Lite; its variants are language models of two that read pages."""
 
 from fmoe_ext.checkpoint.families.family import (
     PROJECTIONS,

@@ -1,4 +1,4 @@
-"""DeepSeek-V3, Kimi K2, and the many models with its MoE layer: sigmoid router with a bias, shared experts, groups."""
+"""Families (family.py) like DeepSeek-V3: a sigmoid router with a bias, shared experts, groups; Kimi K2, GLM-4.5, ..."""
 
 from dataclasses import replace
 from types import MappingProxyType

@@ -1,4 +1,4 @@
-"""ERNIE 4.5 MoE; ERNIE 4.5 models with MoE layers."""
+"""Family (family.py) of ERNIE 4.5 MoE, which also holds dense ERNIE 4.5 models whose MLPs became MoE layers."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, SOFTMAX, Family, Layout, Numbers, Values

@@ -1,4 +1,4 @@
-"""Hunyuan-A13B."""
+"""Family (family.py) of Hunyuan-A13B, whose config.json may say a number for each layer: they must agree."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values

@@ -1,4 +1,7 @@
-"""Qwen2-MoE; Qwen2, Mistral and Llama models with MoE layers and gated shared experts."""
+"""Family (family.py) of Qwen2-MoE and its variants: shared experts, most with a gate.
+
+It also holds dense Qwen2, Mistral and Llama models whose MLPs became such layers.
+"""
 
 from dataclasses import replace
 

@@ -1,4 +1,4 @@
-"""Qwen3-MoE; Qwen3 models with MoE layers."""
+"""Family (family.py) of Qwen3-MoE and its variants; it also holds dense Qwen3 models whose MLPs became MoE layers."""
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import (

@@ -1,8 +1,8 @@
-"""Read the quantization methods of published folders, a file each; kind_of(folder) finds the one that a folder has.
+"""Read packed weights of published folders by their quantization method; kind_of(folder) finds it.
 
-base.py explains what a method is. Only weights are packed here: settings that round activations or the cache change
-nothing, and their scales are left alone. A layout that no operator takes is rearranged into one that an operator takes,
-with the same values, or decoded.
+base.py explains what a method is; packings.py writes packed weights. Only weights are packed here: settings that round
+activations or the cache change nothing, and their scales are left alone. A layout that no operator takes is rearranged
+into one that an operator takes, with the same values, or decoded.
 """
 
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from fmoe_ext.checkpoint.model_folder import ModelFolder
 
 __all__ = ["KINDS", "Decoded", "Kind", "Matrix", "PackedTensor", "kind_of"]
 
+# {quant_method of quantization_config: Kind}
 KINDS = MappingProxyType(
     {
         "fp8": Fp8(),

@@ -1,4 +1,4 @@
-"""Describe packed matrices as published files have them: what every quantization method (a file here each) builds on.
+"""Describe packed matrices as published files have them: the base of the quantization methods in this folder.
 
 A linear layer [rows, columns] of a packed folder is several tensors: its numbers in 4 or 8 bits, a scale for each
 channel, group or block of them, perhaps zero points, or one number for the whole matrix:
@@ -40,7 +40,7 @@ USUAL = MappingProxyType({"fmt": ("e4m3", "float8_e4m3fn"), "pack_dtype": ("int3
 
 @dataclass(frozen=True)
 class Turn:
-    """Rearranges the bytes of a tensor, uint8 [n], by a function of the array that they are in the file."""
+    """Makes a piece from the bytes of a tensor, uint8 [n], by a function of the array that they are in the file."""
 
     function: Callable[[Array], Array]
     shape: tuple[int, ...]  # in the file

@@ -3,7 +3,7 @@
 Tensors of a layer:
     weight uint8                       NVFP4: weight_scale for each 16 columns, weight_scale_2 for the matrix
     weight float8_e4m3fn               FP8: weight_scale for the matrix, for rows, or for blocks
-    the same with exponents            MXFP8
+                                       MXFP8: weight_scale uint8, an exponent for each 32 columns
 """
 
 from __future__ import annotations

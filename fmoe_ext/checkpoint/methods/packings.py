@@ -1,6 +1,6 @@
-"""Write packed folders: the tensors of a linear layer in each packing, and the quantization_config that names it.
+"""Name the tensors of a packed linear layer, and make the quantization_config of its folder, for formats/quantized.py.
 
-The other modules of this folder read published packings; they find the same values in what is written here.
+The other modules of this folder read published packings; they find the same values in what is written so.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""fmoe.megatron.layers: the MoE layer that FastMoE's patches of Megatron-LM build, and fmoefy with its arguments."""
+"""fmoe.megatron.layers: the MoE layer that FastMoE's patches of Megatron-LM build, and fmoefy() as FastMoE has it."""
 
 import math
 from typing import Any
@@ -48,7 +48,7 @@ class MegatronMLP(FMoETransformerMLP):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw N(0, sigma^2), smaller by sqrt(2 * layers) for the second matrix; another draw on every rank."""
+        """Draw N(0, sigma^2), smaller by sqrt(2 * layers) for the second matrix; by rank if experts are spread."""
         import numpy
 
         # Megatron seeds numpy alike on all ranks: without the rank all experts would begin equal
@@ -71,6 +71,7 @@ def _megatron_init_method(self: Any, rng: Any, sigma: float) -> None:
         self.bias.zero_()
 
 
+# Nothing here uses this class and _random_init_weight(): they are FastMoE's names, for programs that import them
 class _FakeMegatronMLP(nn.Module):
     """A dense MLP with the interface of Megatron's: returns (output, bias)."""
 

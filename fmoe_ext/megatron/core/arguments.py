@@ -9,6 +9,7 @@ from fmoe_ext.experts import ClampedSwiGLU, GatedActivation
 from fmoe_ext.models.recognize import GATED, simplify
 
 _QUICK_GELU = 1.702  # quick_gelu(x) = x * sigmoid(1.702 * x)
+# tensor, context, expert and data parallel; expt_*: of the experts; joined names: the ranks of all of these
 GROUPS = ("tp", "cp", "ep", "expt_tp", "expt_dp", "dp_cp", "tp_cp", "tp_dp_cp")
 
 

@@ -24,9 +24,10 @@ from fmoe_ext.megatron.core.table import check_options, layers_with_experts
 
 
 class MegatronCoreMoE(MegatronCoreMLP):
-    """The layer that moe_layer_spec() describes; its initial weights are the same in every layout of ranks.
+    """The layer that moe_layer_spec() describes; ranks with one seed give it the same initial weights in every layout.
 
-    in_mtp, is_mtp_layer: a layer of multi-token prediction, by with_experts() or by Megatron (0.18 and newer).
+    norm: put a norm in front. moe_kwargs: arguments of FMoETransformerMLP, in place of those from config. in_mtp,
+    is_mtp_layer: a layer of multi-token prediction, by with_experts() or by Megatron (0.18 and newer).
     """
 
     def __init__(
