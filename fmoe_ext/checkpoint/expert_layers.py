@@ -2,8 +2,8 @@
 
 Streaming reads experts straight into buffers, so it needs places in files rather than tensors. A layer's experts have
 two weights: w1 [E, gate rows before up rows, in] and w2 [E, out, in]. Where the files have gate and up apart, the spans
-of both follow each other in the buffer, which joins them. There are four ways to a weight, by what the files have; each
-ends in Parts whose spans say which bytes go where (expert_files.py):
+of both follow each other in the buffer, which joins them. There are four ways to a weight, by what the files have;
+layer_of() takes one of the first three. Each ends in Parts whose spans say which bytes go where (expert_files.py):
 
     plain          bytes are copied, or rearranged where the module has another order (_plain_part)
     packed         matrices that an operator decodes (methods/): bytes are copied or rearranged (_packed_part)

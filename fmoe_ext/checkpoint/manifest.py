@@ -25,6 +25,7 @@ _VERSION = 2
 _WITH_EXTRAS = 3
 _VERSIONS = (1, 2, _WITH_EXTRAS)
 MODEL = "model."  # prefix of the model's tensors; the optimizer's state has optimizer_state.PREFIX
+# {entry: the types that it may have}
 _TYPES: MappingProxyType[str, tuple[type, ...]] = MappingProxyType(
     {
         "step": (int,),

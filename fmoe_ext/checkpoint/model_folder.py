@@ -353,7 +353,7 @@ def model_class(config: Any) -> Any:
 def check_values(folder: Path, said: Mapping[str, Any], num_tensors: int | None = None) -> None:
     """Raise CheckpointError for a config.json of a fmoefied model, with code of a hub, or with too many layers.
 
-    Too many are more than there are tensors, or than MAX_LAYERS if their number is not known.
+    said: its values. Too many are more than there are tensors, or than MAX_LAYERS if their number is not known.
     """
     # the entry of huggingface/record.py, which from_pretrained() has taken out
     if said.get("fmoe_ext") is not None:

@@ -255,7 +255,7 @@ def _family_and_values(config: Mapping[str, Any]) -> tuple[Family | None, dict[s
 
 
 def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
-    """Return our name of the experts' activation; config.json's own name if we have no such activation."""
+    """Return our name of the experts' activation, or config.json's if we have no such activation. said: its values."""
     # These families have one activation whatever config.json says
     if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]

@@ -1,4 +1,4 @@
-"""Write and read checkpoint folders: complete or absent whatever is killed, and checked by SHA-256 when read.
+"""Write and read checkpoint folders: complete or absent whatever is killed, with a SHA-256 of every file.
 
 folder/latest                  name of the newest complete checkpoint, replaced last
 folder/step-00001000/          appears under this name when everything in it is on disk

@@ -3,8 +3,8 @@
 An experts module of Transformers has all its experts in stacked parameters [E, ...]. A rank keeps the rows of its
 own E / ranks experts, and an ExpertParallel through which experts_forward sends the tokens. PEFT's adapters of
 these parameters are cut with them: A [E * r, in] by rows, B [out, r * E] by columns, where the expert varies
-fastest. Two calls then need the other ranks: generate() goes on until the last of them has finished, and
-save_pretrained() gathers the rows first, so that the files are the same as from one process.
+fastest. Beside the forward two calls then need the other ranks: generate() goes on until the last of them has
+finished, and save_pretrained() gathers the rows first, so that the files are the same as from one process.
 """
 
 from __future__ import annotations

@@ -1,9 +1,11 @@
 """Compute the clamped gated activations of Transformers' experts by one operator each way, on the CPU: GPT-OSS, ...
 
-They differ in where gates and ups lie, what is clamped and what is added. The code of a class of experts changes from
-release to release, so it is not read. Its _apply_gate runs once on a probe in float64, of values up to three times the
-limit, each gate beside several ups; then every combination of the options of ops.clamped_glu is tried, and the one that
-gives the same results is taken. Where none does, and on GPUs, the module's own code runs.
+    g = min(gate, limit)        g sigmoid(alpha g) (clamp(up, -limit, limit) + offset)
+
+They differ in alpha, limit and offset, in where gates and ups lie, and in what is clamped. The code of a class of
+experts changes from release to release, so it is not read. Its _apply_gate runs once on a probe in float64, of values
+up to three times the limit, each gate beside several ups; then every combination of the options of ops.clamped_glu is
+tried, and the first that gives the same results is taken. Where none does, and on GPUs, the module's own code runs.
 """
 
 from __future__ import annotations

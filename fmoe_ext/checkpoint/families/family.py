@@ -18,8 +18,8 @@ from typing import Any, TypeAlias
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.ops.activations import GATED_ACTIVATIONS, PLAIN_ACTIVATIONS
 
-Values: TypeAlias = Mapping[str, Any]
-Numbers: TypeAlias = tuple[int, ...]
+Values: TypeAlias = Mapping[str, Any]  # of config.json, or facts
+Numbers: TypeAlias = tuple[int, ...]  # of decoder layers, from 0
 PROJECTIONS = ("gate_proj.weight", "up_proj.weight", "down_proj.weight")
 UP_DOWN = ("up_proj.weight", "down_proj.weight")  # of experts without a gate
 GATE_UP_DOWN = ("gate_up_proj.weight", "down_proj.weight")
@@ -53,7 +53,7 @@ class Layout:
     shared_gate: str = ""
     latent: tuple[str, str] | None = None  # projections to a narrower width before the experts, and back
     gate_scales: tuple[str, str] | None = None  # factors of NormedGate for its inputs and for its experts
-    place: str = ""  # where a decoder layer itself has router and experts: the name that our layer gets in it
+    place: str = ""  # name of our layer in decoder layers that have router and experts themselves (Gemma 4)
     table: str = ""  # experts of each token of the vocabulary, in layers that have it in place of expert_bias
 
     @property

@@ -4,8 +4,9 @@
     GPTQ    qweight int32 [in / 8, out]    scales [groups, out]    qzeros int32 [groups, out / 8]
     AWQ     qweight int32 [in, out / 8]    scales [groups, out]    qzeros int32 [groups, out / 8]
 
-A word of 32 bits has eight values. GPTQ's words go along `in`, as int4's do, so transposing is enough. AWQ's go along
-`out`, in an order of their own (_AWQ_ROWS): the values are taken out of their words and put into others.
+A word of 32 bits has eight values. GPTQ's words go along `in`, as int4's do, so transposing is enough; its first format
+has zero points less 1. AWQ's words go along `out`, in an order of their own (_AWQ_ROWS): the values are taken out of
+their words and put into others.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
 """fmoe.megatron.patch: wrap Megatron-LM's model provider, forward step and loss function, for v2.2 to v3.0.2.
 
 patch_model_provider() gives the model MoE layers. The others add balance_loss_weight * (mean of the layers' balance
-losses) to the loss; with pipeline parallelism each stage adds the part of its own layers.
+losses) to the loss; with pipeline parallelism each stage adds the part of its own layers, in v2.2 the last stage alone.
 """
 
 from __future__ import annotations

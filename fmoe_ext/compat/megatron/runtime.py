@@ -2,7 +2,7 @@
 
 Megatron itself is not imported: whatever version a program has imported is found in sys.modules. The layout:
 
-* Experts are spread over Megatron's data-parallel group.
+* Experts are spread over Megatron's data-parallel group, or copied on it (distributed_experts=False).
 * Tensor-parallel ranks have the same tokens. Each computes a slice of them with whole experts (slice_group), so that
   they have copies of the experts, and different gradients.
 * The gate's gradient is reduced over both groups, which together are the pipeline stage.
