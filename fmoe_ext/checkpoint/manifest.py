@@ -117,8 +117,11 @@ class Manifest:
         for name, expected in _TYPES.items():
             if not isinstance(getattr(self, name), expected):
                 raise CheckpointError(f"{path} is damaged: its {name!r} is {getattr(self, name)!r}"[:500])
-        if not all(isinstance(entry, dict) for entry in (*self.tensors.values(), *self.files.values())):
-            raise CheckpointError(f"{path} is damaged: its tensors or files are not described by objects")
+        entries = (*self.tensors.values(), *self.files.values(), *self.routing.values())
+        if not all(isinstance(entry, dict) for entry in entries):
+            raise CheckpointError(
+                f"{path} is damaged: tensors, files or routing are not described by objects"
+            )
         for name, entry in self.files.items():
             inside(path.parent, name)
             if type(entry.get("bytes")) is not int or not isinstance(entry.get("sha256"), str):

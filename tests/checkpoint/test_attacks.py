@@ -271,6 +271,7 @@ def test_manifests_of_other_things(tmp_path, ours):
     changes = (
         lambda m: m.update(tensors=[]),
         lambda m: m.update(files={"a": []}),
+        lambda m: m.update(routing={"": 5}),
         lambda m: m.update(step="9"),
         lambda m: m.update(unknown=1),
         lambda m: m.update(optimizer={"type": "Adam"}),
