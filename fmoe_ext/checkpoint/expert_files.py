@@ -96,7 +96,7 @@ class Layer:
 
     path: str  # of the experts module
     shapes: tuple[tuple[int, ...], tuple[int, ...]]  # of w1 and w2, [E, *, *]
-    parts: Mapping[str, Part]
+    parts: Mapping[str, Part]  # "w1" and "w2", or of packed weights "w1.data", "w1.scale", ...
     build: Callable[[Mapping[str, torch.Tensor]], Weights]  # the parts' tensors [n, *part.shape] -> w1, w2
 
     @property

@@ -1,6 +1,6 @@
 """FastMoE's module tree on top of fmoe_ext: `import fmoe_ext.compat as fmoe`, or install() and `import fmoe`.
 
-Everything here is a thin translation: names, arguments, their order, initial values and dtypes are FastMoE's, the maths
+FastMoE's part is a thin translation: names, arguments, their order, initial values and dtypes are FastMoE's, the maths
 is the core's, so that a program and its checkpoints go on as they are. Private names that published programs import
 (_Expert, _fmoe_general_global_forward) are kept; docs/fastmoe.md lists the intended differences.
 

@@ -81,7 +81,7 @@ def _local_scatter(inp: torch.Tensor, pos: torch.Tensor) -> torch.Tensor:
 def _local_gather(
     inp: torch.Tensor, pos: torch.Tensor, out_batch_size: int, maybe_overlap: bool = True
 ) -> torch.Tensor:
-    """Put the rows of inp at pos of out_batch_size rows of zeros. maybe_overlap: add those that have one place."""
+    """Put the rows of inp at pos of out_batch_size rows of zeros. maybe_overlap: add rows that share a place."""
     # MOEGather's forward: each choice has a place of its own. MOEScatter's backward: the choices of a token share one.
     out = inp.new_zeros((out_batch_size, *inp.shape[1:]))
     return out.index_add_(0, pos, inp) if maybe_overlap else out.index_copy_(0, pos, inp)
