@@ -1,4 +1,4 @@
-// The activations of expert_mlp, for the kernels of every device: no torch here.
+// The activations of expert_mlp and frozen_mlp, for the kernels of every device: no torch here.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ enum class CurveKind { gelu, gelu_tanh, relu, silu, relu2, clamped_silu };
 // +-kClampedLimit, and 1 is added.
 constexpr float kClampedAlpha = 1.702f, kClampedLimit = 7.f;
 
-// a = curve(h), or curve(gate) * up where h is [gate; up].
+// a = curve(h), or curve(gate) * up where h is [gate; up]; up is clamped and increased beside clamped_silu.
 struct Activation {
   CurveKind curve;
   bool gated;

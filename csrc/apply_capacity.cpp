@@ -72,7 +72,7 @@ Tensor apply_capacity_cpu(Tensor topk_idx, Tensor capacity) {
   return kept;
 }
 
-// GShard's random routing: a choice after the first, of weight w, goes with probability max(0, 1 - 2 w).
+// GShard's random routing: drops a choice after the first, of weight w, with probability max(0, 1 - 2 w).
 template <class index_t, class T>
 void drop_at_random(const T* weights, const T* uniform, int64_t num_tokens, int64_t num_choices,
                     index_t* kept) {

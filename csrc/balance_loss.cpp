@@ -1,7 +1,7 @@
-// The balance loss of a gate, E * sum_e share_e * mean_t p[t, e], with p the scores of a token divided by
-// their sum.
+// The balance loss of a gate, E * sum_e share_e * mean_t p[t, e]: share_e is expert e's share of counts, p
+// the scores of a token divided by their sum.
 //
-// p is never stored: the backward computes it again from the logits, which the gate keeps anyway.
+// p [T, E] is not kept: the backward computes it again from the logits, which the gate keeps anyway.
 
 #include <torch/csrc/stable/library.h>
 

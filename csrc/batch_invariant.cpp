@@ -1,3 +1,5 @@
+// The switches of batch_invariant.h as operators, and two that batch_invariant() in Python takes for torch's:
+// _matmul_in_order and _softmax_in_order, whose sums run from the first to the last.
 #include "batch_invariant.h"
 
 #include <torch/csrc/stable/library.h>
@@ -22,7 +24,8 @@ void set_batch_invariant(bool on) { detail::batch_invariant = on; }
 
 void set_thread_batch_invariant(bool on) { detail::thread_batch_invariant = on; }
 
-// Columns [first, first + n) of b [K, N], whose elements are sk and sn apart, as a panel [K][nr].
+// The first n columns of b [K, N], whose elements are sk and sn apart, as a panel [K][nr]; missing ones are
+// zero.
 template <class T, class A>
 void pack_panel(const T* b, int64_t sk, int64_t sn, int64_t K, int64_t n, int64_t nr, A* panel) {
   if (n < nr) std::fill_n(panel, K * nr, A{});
@@ -81,7 +84,8 @@ Tensor matmul_in_order_cpu(Tensor a_, Tensor b) {
   return out;
 }
 
-// Row x of n numbers: its exponentials over their sum, or the logarithm. Of nothing but -inf: zeros.
+// Row x of n numbers: its exponentials over their sum, or the logarithm. Of nothing but -inf: zeros, NaN if
+// log.
 template <class T>
 void softmax_row(const Kernels& kernels, const T* x, int64_t n, bool log, T* out) {
   T largest = -std::numeric_limits<T>::infinity();

@@ -1,5 +1,5 @@
-// Whether the result of a row may depend on which other rows are there. Off (it may) by default: products
-// with few rows then skip the packing of weights, and sum in another order than products with many.
+// Whether the result of a row must not depend on which other rows are there. Off by default: products with
+// few rows then skip the packing of weights, and sum in another order than products with many.
 #pragma once
 
 #include <atomic>

@@ -9,13 +9,13 @@ namespace fmoe_ext {
 
 // Keeps freed blocks for tensors of about their size. Their pages are marked as free (MADV_FREE): the system
 // takes them where it needs memory, from kept blocks before anything is swapped. Blocks in use and kept ones
-// together are never more than the blocks in use once were.
+// together are at most what was in use at once since the last release(), unless two threads meet here.
 class BlockPool {
  public:
   static constexpr int64_t kSmallest = 4 << 20;  // bytes; smaller blocks come from the C library
 
   struct Block {
-    void* data = nullptr;  // null if the system has no such block
+    void* data = nullptr;  // null if there is none, and always outside Linux: ask the C library
     int64_t bytes = 0;
   };
 

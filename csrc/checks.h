@@ -1,4 +1,5 @@
-// Argument checks with text: every one names the argument, what was expected and what was given.
+// Argument checks for operators on every device. Their errors name the argument, what is needed and what was
+// given.
 #pragma once
 
 #include <cstdint>
@@ -62,7 +63,7 @@ inline void check_int32(const Tensor& t, const char* name) {
   STD_TORCH_CHECK(t.scalar_type() == ScalarType::Int, name, " must be int32, but got ", dtype_text(t));
 }
 
-// Of operators that compute gradients. Autograd knows no gradient of theirs, and would take what they return
+// For operators that compute gradients. Autograd knows no gradient of theirs, and would take what they return
 // for a constant; it calls them without gradient mode, and a registered refusal would take host time at each
 // of those calls.
 inline void check_gradient_mode(const char* operators, const char* function) {
@@ -71,7 +72,7 @@ inline void check_gradient_mode(const char* operators, const char* function) {
                   function);
 }
 
-// Of a tensor that the gradient of `weight` is added to.
+// For a tensor that the gradient of `weight` is added to.
 inline void check_main_grad(const Tensor& main_grad, const Tensor& weight, const char* name,
                             const char* weight_name) {
   const bool is_double = weight.scalar_type() == ScalarType::Double;
@@ -103,7 +104,7 @@ inline int64_t checked_sum(int64_t a, int64_t b) {
   return sum;
 }
 
-// Of sizes that are not rows: what every device can count in. With it, no product of two of them overflows,
+// For sizes that are not rows: what every device can count in. With it, no product of two of them overflows,
 // nor the bytes of a row of all operands together.
 template <class T>
 void check_width(const T& t, int64_t d, const char* name, const char* shape) {

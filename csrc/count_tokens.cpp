@@ -1,3 +1,4 @@
+// count_tokens on the CPU: the number of choices of each expert, summed over chunks of tokens.
 #include <torch/csrc/stable/library.h>
 
 #include "topk_idx.h"

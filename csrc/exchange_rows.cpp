@@ -1,7 +1,9 @@
 // What a rank computes of its choices before and after rows travel to the ranks of their experts.
 //
-// A row is one choice (exchange="choice") or one token for a way, a chunk of a rank (exchange="token"). Rows
-// lie in the order of sending, by rank, so that all that follows is cut from counts of rows.
+// A row is one choice (exchange="choice"), or one token for a way (exchange="token"): a way is a chunk of a
+// rank's experts, and the choices of a token that go one way share a row. The kind of a row is its expert, or
+// its way, among those of its rank. Rows lie in the order of sending, by rank, so that all that follows is
+// cut from counts of rows.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,4 +1,7 @@
-// The backward of expert_mlp on the CPU, whole or one half of it.
+// The backward of expert_mlp on the CPU, whole or one half of it, for expert_mlp_backward.cpp. With dO the
+// rows of grad_y, s their weights and a = act(h), not weighted:
+//   dH = act'(h) s dO W2   dX = dH W1   dW1 = dH^T X   dW2 = dO^T s a   ds = <dO, a W2^T + b2>, row by row
+// and db1, db2 are the sums of dH and s dO over the rows of an expert.
 #pragma once
 
 #include "expert_rows.h"
@@ -23,8 +26,8 @@ inline ExpertMlpNeeds of_half(ExpertMlpNeeds needs, BackwardHalf half) {
   return needs;
 }
 
-// Chunk by chunk: the gradients of the activated rows, from them dh and the rows a (first phase); then every
-// product that reads these two from the workspace (second phase).
+// run() goes chunk by chunk: the gradients of the activated rows, from them dh and the weighted rows a (first
+// phase); then every product that reads these two from the workspace (second phase).
 class ExpertBackward {
   // A chunk, what it has in its memory, and whether weight gradients read the rows there instead of panels.
   struct Work {
@@ -39,7 +42,7 @@ class ExpertBackward {
   };
 
  public:
-  // h is not read by the weights' half; nothing is kept by both.
+  // The weights' half does not read h. kept is empty for BackwardHalf::both.
   ExpertBackward(const ExpertRows& args, const Tensor& grad_y, const Tensor& h, bool combine,
                  const ExpertMlpNeeds& all_needs, BackwardHalf half, const Kept& kept,
                  const std::optional<Tensor>& main_dw1, const std::optional<Tensor>& main_dw2)

@@ -1,3 +1,5 @@
+// expert_mlp on the CPU, chunk by chunk: rows of x are gathered, h = x W1^T + b1, a = act(h) and y = s (a
+// W2^T + b2), s being a row's weight. combine sums the rows of each token at the end.
 #include "expert_mlp.h"
 
 #include <torch/csrc/stable/library.h>

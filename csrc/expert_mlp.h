@@ -1,3 +1,6 @@
+// Argument checks of expert_mlp, frozen_mlp and their backwards, for every device. Values of offs and of the
+// indices are not checked here: the CPU raises for those out of range, CUDA forces offs into the rows and
+// drops such choices.
 #pragma once
 
 #include <optional>
@@ -14,7 +17,6 @@ inline Activation checked_activation(int64_t number) {
   return kActivations[number];
 }
 
-// What every device checks; the values of offs and of the indices are checked where they can be read.
 template <class Weight>  // a Tensor, or a FrozenWeight
 void check_expert_mlp(const Tensor& x, const Tensor& row_idx, const Tensor& inverse, const Tensor& offs,
                       const Weight& w1, const std::optional<Tensor>& b1, const Weight& w2,
@@ -102,7 +104,7 @@ inline void check_expert_mlp_grad(const Tensor& grad_y, const Tensor& x, const T
   check_size(grad_y, 1, x.size(1), "grad_y", grad_shape);
 }
 
-// Of a tensor with one row for each choice: h, its gradient and the activated rows.
+// For a tensor with one row for each choice: h, its gradient, the activated rows, and u of frozen_mlp.
 inline void check_hidden_rows(const Tensor& rows, const Tensor& x, const Tensor& inverse, int64_t width,
                               const char* name, const char* shape) {
   check_same_dtype(rows, x, name, "x");

@@ -1,3 +1,5 @@
+// The operators of expert_backward.h: the whole backward of expert_mlp, and its halves for the inputs and for
+// the weights.
 #include <torch/csrc/stable/library.h>
 
 #include "expert_backward.h"

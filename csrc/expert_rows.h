@@ -1,5 +1,5 @@
-// What the forward and the backward of expert_mlp share: the arguments, checked and contiguous, and the rows
-// they mean.
+// What expert_mlp, frozen_mlp and their backwards share on the CPU: the arguments, checked and contiguous,
+// and the rows they mean.
 #pragma once
 
 #include <optional>

@@ -1,3 +1,4 @@
+// The forward of frozen_mlp on the CPU: expert_mlp.cpp with FrozenProducts. multiply() computes a chunk.
 #include "frozen_mlp.h"
 
 #include <torch/csrc/stable/library.h>
@@ -99,7 +100,7 @@ class Forward {
   const bool save_;
 
  public:
-  Tensor u1, u2;  // [R, rank]
+  Tensor u1, u2;  // [R, rank], lora_scale * rows A^T
   Tensor y;       // [R, D], weighted
   Tensor h;       // [R, F], or empty
 };

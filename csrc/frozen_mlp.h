@@ -1,5 +1,7 @@
 // The two-layer MLP of each expert with frozen weights and low-rank adapters (LoRA, arXiv 2106.09685):
 // a weight W [out, in] with the adapter (A [rank, in], B [out, rank]) is x W^T + scale (x A^T) B^T.
+// frozen_mlp.cpp and frozen_mlp_backward.cpp compute what they multiply by weights and adapters with
+// FrozenProducts.
 #pragma once
 
 #include <functional>

@@ -1,3 +1,4 @@
+// The backward of frozen_mlp on the CPU: gradients of x, the adapters and topk_weights, none of the weights.
 #include "frozen_mlp.h"
 
 #include <torch/csrc/stable/library.h>
@@ -33,8 +34,9 @@ struct Needs {
   }
 };
 
-// With g = scale * grad_y: t2 = s2 grad_y B2, da = grad_y W2 + t2 A2, t1 = s1 dh B1, dx = dh W1 + t1 A1; and
-// over the rows of an expert dB2 = grad_y^T (scale u2), dA2 = t2^T (scale a), dB1 = dh^T u1, dA1 = t1^T x.
+// With scale a row's weight and s1, s2 the lora_scales: t2 = s2 grad_y B2, da = grad_y W2 + t2 A2, dh = scale
+// act'(h) da, t1 = s1 dh B1, dx = dh W1 + t1 A1; and over the rows of an expert dB2 = grad_y^T (scale u2),
+// dA2 = t2^T (scale a), dB1 = dh^T u1, dA1 = t1^T x.
 class Backward {
  public:
   Backward(const ExpertRows& args, const FrozenWeights& weights, const Adapters& adapters,

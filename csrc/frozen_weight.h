@@ -1,4 +1,5 @@
-// A weight of the frozen products, [E, out, in]: a tensor of the dtype of x, or packed as its file has it.
+// A weight of the frozen products, [E, out, in]: a tensor of the dtype of x, or packed in a format of
+// packed.h, whose arguments are checked here. On CUDA it is only decoded (matrix()).
 #pragma once
 
 #include <algorithm>
@@ -12,8 +13,8 @@ namespace fmoe_ext {
 // What a caller says of a packed weight beside its bytes.
 struct Packing {
   std::optional<Tensor> scale, zero;
-  int64_t format;
-  bool interleaved;
+  int64_t format;    // a number in frozen.FORMATS, plus kIntegers if it may be multiplied in integers
+  bool interleaved;  // rows of gate and up take turns
 };
 
 class FrozenWeight {
@@ -259,7 +260,7 @@ class FrozenWeight {
   gemm::PackedFormat format_ = gemm::PackedFormat::none;
   bool integers_ = false;
   gemm::ScaleType scale_type_ = gemm::ScaleType::none;
-  int64_t sizes_[3] = {}, group_ = 0;
+  int64_t sizes_[3] = {}, group_ = 0;  // [E, out, in], and columns of one scale
   const uint8_t* bytes_ = nullptr;
   const char* scale_bytes_ = nullptr;
   const int32_t* zero_words_ = nullptr;

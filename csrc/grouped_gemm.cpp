@@ -1,3 +1,5 @@
+// grouped_gemm, its backward and frozen_gemm on the CPU: y = x weight[e]^T + bias[e] on the rows of each
+// expert e. multiply() is the forward, for plain and packed weights.
 #include "grouped_gemm.h"
 
 #include <torch/csrc/stable/library.h>

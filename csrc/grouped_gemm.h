@@ -1,3 +1,5 @@
+// Argument checks of grouped_gemm, frozen_gemm and the backward, for every device. Values of offs are not
+// checked here: the CPU raises for those that fall or leave the rows, CUDA forces them into the rows.
 #pragma once
 
 #include <optional>
@@ -21,7 +23,6 @@ void check_offs(const std::optional<Tensor>& offs, const Tensor& rows, const Wei
   check_size(*offs, 0, weight.size(0), "offs", "[E]");
 }
 
-// What every device checks; the values of offs are checked where they can be read.
 template <class Weight>  // a Tensor, or a FrozenWeight
 void check_grouped_gemm(const Tensor& x, const Weight& weight, const std::optional<Tensor>& offs,
                         const std::optional<Tensor>& bias) {

@@ -1,5 +1,5 @@
-// Newton-Schulz iterations for each matrix of a stack. Two of the three products are symmetric: their lower
-// half is computed and mirrored.
+// Newton-Schulz iterations for each matrix of a stack, by which Muon makes an update orthogonal (Iteration
+// has the formula). Two of the three products are symmetric: their lower half is computed and mirrored.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>
@@ -12,7 +12,7 @@ namespace {
 
 using namespace gemm;
 
-// Muon takes 5 steps; a number that is none would keep the process busy for years.
+// Muon takes 5 steps; a huge number, given by mistake, would keep the process busy for years.
 constexpr int64_t kMaxSteps = 1000;
 
 struct Coefficients {

@@ -1,5 +1,6 @@
-// Every operator schema of fmoe_ext, in one place. Kernels register themselves from <op>.cpp (CPU) and cuda/
-// (CUDA); autograd, fake kernels and autocast rules are registered from fmoe_ext/ops/<op>.py.
+// The operator schemas of fmoe_ext, but for switches, which stand beside their kernels (_set_cpu_isa,
+// _set_batch_invariant, _release_memory, cuda/ops_select.cpp). Kernels register themselves from <op>.cpp
+// (CPU) and cuda/ (CUDA); autograd, fake kernels and autocast rules are registered from fmoe_ext/ops/<op>.py.
 //
 // Letters: T tokens, K choices a token, E experts, R = T * K rows in expert-major order, D model width, H
 // expert width. A row of an expert-major tensor at or past offs[-1] belongs to a dropped choice: row_idx is
@@ -115,7 +116,7 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // Products and softmax whose sums run along k, or along a row, from the first to the last: in_order.h. On the CPU.
   // a [B, M, K] float32 or float64, b [B, K, N] of any strides and dtype, float64 beside float64 -> [B, M, N] as a
   m.def("_matmul_in_order(Tensor a, Tensor b) -> Tensor");
-  // x [R, N] float32 or float64 -> softmax or its logarithm; a row of -inf alone gives zeros
+  // x [R, N] float32 or float64 -> softmax or its logarithm; a row of -inf alone gives zeros, NaN if log
   m.def("_softmax_in_order(Tensor x, bool log) -> Tensor");
 }
 // clang-format on

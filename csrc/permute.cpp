@@ -1,5 +1,6 @@
-// permute: gather of rows into expert-major order. unpermute: weighted gather-and-sum back into token order.
-// All three ops are bound by memory: each element is read once, large outputs are streamed (stream_row.h).
+// permute: out[r] = x[row_idx[r] / K]. unpermute: out[t] = sum over k of topk_weights[t, k] y[inverse[t, k]].
+// All three operators are bound by memory: permute and unpermute_backward stream large outputs
+// (stream_row.h).
 
 #include "permute.h"
 

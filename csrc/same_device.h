@@ -1,4 +1,4 @@
-// That the tensors of a call are there, and on one device: for operators whose device is any of several.
+// Checks that the tensors of a call are given, and on one device: for the operators of cuda/.
 #pragma once
 
 #include <initializer_list>

@@ -1,4 +1,5 @@
-// exp, sigmoid and softmax of a token's logits, the same bits on every instruction set.
+// exp, sigmoid and softmax of a token's logits, by one code for every instruction set; where it is compiled
+// with fused multiply-adds the last bits differ.
 #pragma once
 
 #include <algorithm>
@@ -44,7 +45,7 @@ struct SoftmaxTotals {
 
 template <class A>
 FMOE_INLINE SoftmaxTotals<A> softmax_totals(const A* logits, int64_t num) {
-  constexpr int kLanes = 16;  // independent partial results, the same for every instruction set
+  constexpr int kLanes = 16;  // independent partial results, as many on every instruction set
   A largest[kLanes], sum[kLanes] = {};
   std::fill(largest, largest + kLanes, -std::numeric_limits<A>::infinity());
   const int64_t whole = num / kLanes * kLanes;

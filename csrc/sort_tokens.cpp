@@ -12,9 +12,9 @@ namespace {
 
 struct Sorted {
   int64_t* tokens_per_expert;  // [E]
-  int32_t* offs;               // [E]
-  int32_t* row_idx;            // [T * K]
-  int32_t* inverse;            // [T, K]
+  int32_t* offs;               // [E]: where the rows of an expert end
+  int32_t* row_idx;            // [T * K]: flat choice t * K + k of a row, -1 behind the last
+  int32_t* inverse;            // [T, K]: row of a choice, -1 if dropped
 };
 
 template <class index_t>

@@ -42,7 +42,7 @@ class RowWriter {
     if (row_bytes_ > 0) std::memset(data_ + row * row_bytes_, 0, row_bytes_);
   }
 
-  // To be called by each thread after its last row: streamed stores are weakly ordered.
+  // Each thread calls it after its last row: streamed stores are weakly ordered.
   void finish() const {
 #if FMOE_X86
     if (stream_) _mm_sfence();

@@ -1,4 +1,6 @@
-// Scores, group-limited selection and weights of one token at a time, all of it in the first-level cache.
+// Scores, group-limited selection and weights of one token at a time, all of it in the first-level cache:
+// gate_token(), and gate_backward_tokens() for the gradient. A weight is the softmax or sigmoid of a chosen
+// logit, divided by the sum over the chosen if normalize, times scale.
 //
 // Without a bias the experts are ordered by logit: both scores grow with it, and no two logits merge by
 // rounding.

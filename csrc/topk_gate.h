@@ -1,3 +1,6 @@
+// Argument checks of topk_gate and its backward, for every device; balance_loss.cpp takes some of them.
+// Values of topk_idx are not checked here: the CPU raises for those out of range, CUDA gives them no
+// gradient.
 #pragma once
 
 #include <optional>
@@ -6,9 +9,8 @@
 
 namespace fmoe_ext {
 
-Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score);
+Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score);  // for _choose_experts
 
-// What every device checks; the values of topk_idx are checked where they can be read.
 inline bool checked_sigmoid(int64_t score) {
   STD_TORCH_CHECK(score == 0 || score == 1, "score must be 0 (softmax) or 1 (sigmoid), but got ", score);
   return score == 1;

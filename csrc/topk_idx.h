@@ -1,5 +1,5 @@
-// What count_tokens, sort_tokens and apply_capacity share: checks of topk_idx, and its histograms by chunk of
-// tokens.
+// What the operators on topk_idx share (count_tokens, sort_tokens, apply_capacity, exchange_rows,
+// _choose_experts): its checks, and on the CPU its histograms by chunk of tokens.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +10,8 @@
 
 namespace fmoe_ext {
 
-// What every device checks; the values of topk_idx are checked where they can be read.
+// For every device. Values are not checked here: the CPU raises for those out of range, CUDA takes them for
+// -1.
 inline void check_topk_idx(const Tensor& topk_idx, int64_t num_experts) {
   check_index_dtype(topk_idx, "topk_idx");
   check_dim(topk_idx, 2, "topk_idx", "[T, K]");
@@ -42,8 +43,8 @@ void dispatch_index(const Tensor& idx, const Body& body) {
 }
 
 // The tokens of topk_idx [T, K] cut into chunks whose bounds depend on sizes only, never on the number of
-// threads. A chunk is at least as long as its histogram, so that all histograms together are no larger than
-// topk_idx.
+// threads. A chunk, but for the last, is at least as long as its histogram, so that all histograms but one
+// are together no larger than topk_idx.
 struct TokenChunks {
   static constexpr int64_t kMinChoices = 1 << 15;
 

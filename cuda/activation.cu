@@ -9,7 +9,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// a[r, j] = act(h[r, j]), times h[r, H + j] when gated; padding rows are zero.
+// a[r, j] = act(h[r, j]), times factor_of(h[r, H + j]) when gated; padding rows are zero.
 template <typename T, CurveKind kActivation, int kVec>
 __global__ void __launch_bounds__(kThreads, 4)
     activation_kernel(const T* __restrict__ h, const int* __restrict__ offs, int num_experts,

@@ -1,4 +1,5 @@
-// Activation functions with their slopes.
+// Activation functions with their slopes: activate() for activation.cu, activate_fast() for the epilogues of
+// the Hopper kernels.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,5 @@
 // Matrix products over the rows of each expert, for every dtype, on any device from sm_80. Deterministic:
-// each element of a result is summed by one thread, in one order.
+// each element of a result is summed in one fixed order, without atomics.
 #include "tile_gemm.cuh"
 
 namespace fmoe_ext {

@@ -1,4 +1,5 @@
-// Which rows belong to which expert, found on the device: no host ever reads offs.
+// Which rows belong to which expert, found on the device, so that the host need not read offs; the factors of
+// rows (RowScale), and rows that are read through an index (Rows).
 #pragma once
 
 #include "common.cuh"

@@ -1,5 +1,6 @@
-// The experts in the order of their rows, most first: what a persistent grid takes in turn is then shared out
-// evenly. One warp an expert, which counts those that come before it.
+// The experts in the order of their rows, most first: what a persistent grid takes in turn
+// (sm90_grad_weight.cu) is then shared out evenly. One warp an expert, which counts those that come before
+// it.
 #include "grouped_rows.cuh"
 
 namespace fmoe_ext {

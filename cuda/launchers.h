@@ -69,8 +69,8 @@ void launch_topk_gate_backward(Dtype, const void* grad_weights, const void* logi
                                void* grad_logits, LaunchStream);
 
 // ---- grouped_gemm.cu
-// Row r of a group is row r of data [.., width], or, with an index, row index[r] / divisor; index[r] outside
-// [0, num_indexed) is a row of zeros.
+// Row r is row r of data [.., width], or, with an index, row index[r] / divisor; index[r] outside [0,
+// num_indexed) is a row of zeros.
 struct GroupedRows {
   const void* data;
   int64_t width;
@@ -93,6 +93,7 @@ struct RowScale {
   const int* row_idx;
   int64_t num_choices;
 };
+// out [num_rows, N] = scale (x weight[e]^T + bias[e]), zero in padding; bias may be null
 void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
 // out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r]; zero for an expert without
@@ -103,6 +104,7 @@ struct WeightGrad {
 };
 void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
                          int64_t num_rows, const WeightGrad& out, LaunchStream);
+// out [E, width] = the sum of each expert's rows, times their factors
 void launch_sum_rows(Dtype, const GroupedRows&, const int* offs, int num_experts, int64_t num_rows,
                      const RowScale&, void* out, LaunchStream);
 

@@ -1,4 +1,5 @@
-// The product of one thread block on 16-bit operands, on any device from sm_80: ldmatrix and mma.sync.
+// The portable product [128, 128] of one thread block on 16-bit operands, on any device from sm_80: ldmatrix
+// and mma.sync. tile_gemm.cuh chooses it, TileRing (tile_operand.cuh) fills the stages.
 #pragma once
 
 #include "tile_operand.cuh"
@@ -21,7 +22,7 @@ __device__ __forceinline__ uint32_t lane_offset(int outer, int k) {
 template <typename T>
 struct MmaTileGemm : TileRing<T, MmaTileGemm<T>> {
   using TileRing<T, MmaTileGemm>::ring;
-  static constexpr int kBlocks = 2;  // that a multiprocessor must hold at once, for __launch_bounds__
+  static constexpr int kBlocks = 2;  // thread blocks that a multiprocessor must hold, for __launch_bounds__
   float acc[4][4][4] = {};
 
   __device__ static int warp_row() { return threadIdx.x / 128 * 64; }
@@ -84,7 +85,7 @@ struct MmaTileGemm : TileRing<T, MmaTileGemm<T>> {
     }
     __syncthreads();  // before the ring is filled again
   }
-  // out[i, j] += value, in float32.
+  // out[i, j] += acc, in float32
   __device__ __forceinline__ void accumulate(float* out, int64_t stride, int64_t rows,
                                              int64_t columns) const {
     const int lane = threadIdx.x % 32, first = warp_column() + lane % 4 * 2;

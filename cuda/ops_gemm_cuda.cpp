@@ -1,4 +1,5 @@
-// grouped_gemm and expert_mlp on CUDA tensors. Which kernels compute their products is decided in select.h.
+// grouped_gemm, expert_mlp and _decode_packed on CUDA tensors: checks, allocation, and the order of the
+// products of products.h. Which kernels compute those is decided in select.h.
 #include <tuple>
 #include <vector>
 

@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// ---- permute: one warp a row
+// ---- permute: out[r] = x[row_idx[r] / top_k], one warp a row
 template <typename V>
 __global__ void __launch_bounds__(kThreads)
     permute_kernel(const V* __restrict__ x, const int* __restrict__ row_idx, int64_t num_rows,
@@ -23,7 +23,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- unpermute: one thread for kVec columns of a token
+// ---- unpermute: out[t] = sum over k of weights[t, k] y[inverse[t, k]], one thread for kVec columns of a
+// token
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads)
     unpermute_kernel(const T* __restrict__ y, const int* __restrict__ inverse,
@@ -50,7 +51,9 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- unpermute_backward: one warp a row; y null when the gradient of the weights is not needed
+// ---- unpermute_backward: of choice c = row_idx[r], grad_y[r] = weights[c] grad_out[c / top_k] and
+// grad_weights[c] = <grad_out[c / top_k], y[r]>, one warp a row; y null when the gradient of the weights is
+// not needed
 template <typename T, int kVec>
 __global__ void __launch_bounds__(kThreads, 4)
     unpermute_backward_kernel(const T* __restrict__ grad_out, const T* __restrict__ y,

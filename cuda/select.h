@@ -113,7 +113,7 @@ inline const Entry* select(const Task& task) {
   return chosen;
 }
 
-// ---- torch's grouped_mm in the place of a product, where a race was won by it
+// ---- torch's grouped_mm instead of our kernels, for the classes of products at which it won its race
 // What it does with offs, and how many groups it takes (aten/src/ATen/native/cuda of torch 2.11 to 2.13): its
 // CUTLASS kernels raise at 1,024 groups; without them it loops over the groups on the host, which waits for
 // the device and cannot be captured.
@@ -126,7 +126,8 @@ inline GroupedMm grouped_mm_on(int capability, Dtype dtype) {
   return has_kernels ? GroupedMm{false, 1023} : GroupedMm{true, INT32_MAX};
 }
 
-// A class of problems: a product, "16 bits" or "tf32", and rows an expert on average.
+// A class of problems: a product, "16 bits" or "tf32", and rows an expert on average. 16 bits are raced in
+// bfloat16; what torch wins holds for float16 too, whose groups it loops over on the host on every device.
 enum class TorchProduct { up, rows_by_weight, grad_hidden, grad_input, grad_weight, main_grad };
 inline constexpr const char* kTorchProducts[] = {"up",         "rows_by_weight", "grad_hidden",
                                                  "grad_input", "grad_weight",    "main_grad"};

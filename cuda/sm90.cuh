@@ -73,7 +73,7 @@ struct Ring {
   }
   __device__ static bool releases() { return threadIdx.x % 128 == 0; }  // a thread of each warpgroup
   __device__ void release(uint32_t count) { ptx::mbar_arrive(ptx::shared_address(&empty[stage_of(count)])); }
-  // In place of a product: takes part, but reads nothing.
+  // Instead of a product: releases the stages of `steps` steps unread.
   __device__ void pass_by(int steps, uint32_t& count) {
     for (int k = 0; releases() && k < steps; ++k) {
       wait_full(count + k);
@@ -240,7 +240,7 @@ __device__ __forceinline__ void multiply_together(R& ring, const RowTiles<R::kM>
 }
 
 // ---- results: each warp stages its 16 rows of a tile [64, kColumns] in shared memory, and after a
-// __syncwarp stores them in whole lines value(piece, lower) packs what this thread holds of columns 8 piece
+// __syncwarp stores them in whole lines. value(piece, lower) packs what this thread holds of columns 8 piece
 // .. 8 piece + 7: two elements of row lane / 4, or, when lower, of the row 8 below.
 template <int kColumns, class Value>
 __device__ __forceinline__ void stage_rows(void* tile, const Value& value) {

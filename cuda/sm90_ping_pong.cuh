@@ -1,5 +1,6 @@
-// Tiles of 128 rows that two consumer warpgroups take in turn (ping-pong): one computes with and
-// stores what it has while the other multiplies. A third warpgroup loads.
+// Tiles of 128 rows that two consumer warpgroups take in turn (ping-pong): one computes with and stores what
+// it has while the other multiplies. A third warpgroup loads. For sm90_grad_hidden.cu and the narrow tiles of
+// sm90_rows_by_weight.cuh.
 #pragma once
 
 #include "sm90.cuh"
@@ -57,8 +58,8 @@ __device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&
 }
 
 // Takes every other tile of this block. Of an epilogue it calls before(tile) ahead of a product,
-// store<0>(top, tile) and store<1>(bottom, tile) after it, and store_zeros(tile) for
-// padding. kAlongN: the rows of B run along n; kGathered: A comes by cp.async.
+// store<0>(top, tile) and store<1>(bottom, tile) after it, and store_zeros(tile) for padding. kAlongN: the
+// rows of B run along n; kGathered: A comes by cp.async.
 template <class T, bool kAlongN, bool kGathered, class S, class Epilogue>
 __device__ __forceinline__ void consume(S& s, const RowTiles<S::kM>& tiles, int group, int steps,
                                         Epilogue& epilogue) {

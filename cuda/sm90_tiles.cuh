@@ -5,7 +5,7 @@
 
 namespace fmoe_ext {
 
-// In the order in which thread blocks take them.
+// Tiles are numbered in the order in which thread blocks take them.
 struct Tile {
   int expert;            // num_experts: padding; -1: there is no such tile
   int row, num_rows, n;  // its rows, and which tile of columns it is
@@ -40,7 +40,8 @@ struct RowTiles {
 
 // The walk of a warp through row tiles, by ascending index. Each lane counts the tiles up to and with one of
 // 32 experts; the counts are kept from tile to tile, so that most steps cost a ballot and not a search. For
-// who has two registers to spare and nothing to do meanwhile: producers, and F1's consumers.
+// who has two registers to spare and nothing to do meanwhile: producers, and the consumers of
+// multiply_together().
 template <int kRows>
 class TileWalk {
  public:

@@ -40,7 +40,7 @@ def _digest(files: list[Path], options: Sequence[str], root: Path) -> str:
 
 
 def reached(files: list[Path], root: Path = ROOT) -> list[Path]:
-    """These files and every header of cuda/ and csrc/ that they include, by name."""
+    """Return these files and every header of cuda/ and csrc/ that they reach by includes, sorted by name."""
     todo, seen = [*files], set[Path]()
     while todo:
         path = todo.pop()

@@ -69,7 +69,7 @@ struct DoubleTileGemm {
           out[row(i) * stride + column(j)] = value(column(j), acc[i][j]);
     }
   }
-  // out[i, j] += value
+  // out[i, j] += acc
   __device__ void accumulate(double* out, int64_t stride, int64_t rows, int64_t columns) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i)

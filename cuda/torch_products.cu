@@ -8,7 +8,7 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 
-// One warp: the largest of those before, 32 at a time.
+// One warp, 32 experts at a time: an end is the largest of the ends up to its own, inside the rows.
 __global__ void clamp_offs_kernel(const int* __restrict__ offs, int num_experts, int64_t num_rows,
                                   int* __restrict__ clamped) {
   const int lane = threadIdx.x, most = static_cast<int>(num_rows);

@@ -12,12 +12,13 @@ constexpr int64_t kAmxRows = 64;           // of a call: two blocks that share w
 constexpr int64_t kAmxColumns = NR<Bf16PairUnit>;
 static_assert(kAmxColumns == 2 * kTileSide && kAmxRows <= kMaxTileRows);
 
-// Up to which AVX-512 is as fast, as measured on Emerald Rapids: rows of A by columns along k, by rows along
-// the lanes, and positions of k of a sum over rows. Then those up to which columns are better not packed.
+// As measured on Emerald Rapids: AVX-512 is as fast up to kDotRows rows of A by columns along k,
+// kDotRowsTransposed by rows along the lanes, and kDotDepth positions of k of a sum over rows; up to
+// kTurnedRows rows columns are better not packed.
 constexpr int64_t kDotRows = 3, kDotRowsTransposed = 6, kDotDepth = 6, kTurnedRows = 512;
 
-// Sums in registers are added to the tile every so many steps of k, as in kDepth; what the steps read of B is
-// read again from the first-level cache for the next block of rows.
+// Steps of k after which sums in registers are added to the tile, as kDepth (multiply.h); what the steps read
+// of B is read again from the first-level cache for the next block of rows.
 constexpr int64_t kAmxSteps = 32;
 
 // The registers of this thread while it multiplies: runs within a run use those of the outer one.
@@ -33,7 +34,7 @@ class TileRun {
   TileRun(const TileRun&) = delete;
   TileRun& operator=(const TileRun&) = delete;
 
-  // Sums and A get so many rows, at most 16.
+  // Sums and A get `rows` rows, at most 16.
   void configure(int rows) const {
     State& mine = state();
     if (mine.rows == rows) return;
@@ -46,7 +47,7 @@ class TileRun {
     mine.rows = rows;
   }
 
-  // Whether these columns follow on others, so that the next ones have not been prefetched.
+  // True for other columns than at the last call: what follows them has not been prefetched.
   bool is_new(const void* columns) const {
     const bool found = state().fetched != columns;
     state().fetched = columns;

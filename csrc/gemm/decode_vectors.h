@@ -137,7 +137,7 @@ inline float e4m3(uint8_t e) {
   return 256.f * half_at((const uint8_t*)&half);
 }
 
-// The low four bits of 16 bytes, then the high ones, as they alternate.
+// The 32 numbers of four bits in 16 bytes, the low one of each byte before its high one.
 inline void alternate(B16 bytes, B16& first, B16& second) {
   const B16 low = bytes & 15, high = bytes >> 4;
   first = interleave_low(low, high);

@@ -1,5 +1,5 @@
-// What happens to a tile before it leaves the cache, and the row sums around the products; for one
-// instruction set.
+// What happens to a tile before it leaves the cache (act_forward, act_backward, store_tile, ...), and the row
+// sums around the products, as kernels.h states them; for one instruction set.
 #pragma once
 
 #include "curves.h"
@@ -91,8 +91,8 @@ inline void act_backward_row(const ActBackward& args, int64_t r) {
   if (args.dscale) elements_of<T>(args.dscale)[r] += sum_lanes(product);
 }
 
-// Vectors of a row of a tile that are activated at once. Rows: a gated tile of the forward has one vector
-// each.
+// Vectors of a row that are activated at once. A gated tile of the forward has one gate vector a row, and
+// takes several rows (R) instead.
 template <class T, CurveKind curve>
 constexpr int kActVectors = kIsShort<T, curve> ? 2 : 1;
 

@@ -1,5 +1,5 @@
 // Products with few rows of A, straight from the weights: packing B would take longer than multiplying with
-// it.
+// it. multiply_columns() is A W^T, multiply_rows_of() A W (kernels.h).
 #pragma once
 
 #include "packing.h"
@@ -20,7 +20,8 @@ constexpr int columns_at_once(int M, int most) {
   return columns < most ? columns : most;
 }
 
-// out[c] of each row = sums[row][c] over their lanes, in the order of the lanes.
+// out[c] of each row = the sum of the lanes of sums[row][c]: for float, of W sums at once, where a transpose
+// exists.
 template <class Sum, class Acc, int M, int C>
 inline void store_sums(const Sum (&sums)[M][C], Acc* out, int64_t out_stride) {
 #if FMOE_BYTES >= 32

@@ -83,8 +83,9 @@ class SharedPanels {
   const Segment* first_ = nullptr;
 };
 
-// The gradient of one parameter [E, size]: an expert whole in one chunk is stored at once; one that is cut is
-// summed over its segments and rounded after the last. Or all is added to a main gradient, which is of sums.
+// The gradient of one parameter [E, rows, columns]: an expert whole in one chunk is stored at once; one that
+// is cut is summed over its segments and rounded after the last. Or all is added to a main gradient, of the
+// type of sums.
 class ExpertGradient {
  public:
   ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
@@ -153,7 +154,8 @@ class ExpertGradient {
   std::vector<char> sums_;
 };
 
-// The gradient of a bias [E, columns]: sums over rows, in row order, kept in double until the end.
+// The gradient of a bias [E, columns]: sums over rows, in row order; those of blocks of rows are added in
+// double.
 class BiasGradient {
  public:
   BiasGradient(const Kernels& kernels, int64_t num_experts, int64_t columns)

@@ -1,5 +1,6 @@
 // Sums over positions of k in one chain, from the first to the last: zeros in front of the others, or behind
-// them, change no bit. So has a sequence the same bits behind padding, in a longer cache, and in parts.
+// them, change no bit. So a sequence has the same bits behind padding, in a longer cache, and in parts
+// (batch_invariant.cpp).
 #pragma once
 
 #include "curves.h"

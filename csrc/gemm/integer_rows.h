@@ -1,4 +1,5 @@
-// Products of rows of A that are rounded to 8 bits a block with packed columns, in integers; see packed.h.
+// Products of packed columns (Q8_0, Q4_K) with rows of A that are rounded to 8 bits a block, in integers:
+// round_rows(), then multiply_integers(). packed.h has the blocks.
 #pragma once
 
 #include "epilogue.h"
@@ -142,7 +143,7 @@ struct ScalesOfQ4K {
 };
 
 #if FMOE_BYTES == 64
-// Sums of four products each, w * codes, for M rows that are `blocks` apart.
+// w * codes, as 16 sums of four products each.
 struct ByQ8 {
 #ifdef FMOE_VNNI
   explicit ByQ8(__m512i weight)

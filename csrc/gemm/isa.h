@@ -18,13 +18,13 @@ struct KernelSet {
   const Kernels* float16 = nullptr;
 };
 
-// In the place of those of AVX-512; needs avx512_vnni.
+// Replace those of AVX-512; need avx512_vnni.
 struct IntegerKernelSet {
   IntegerKernels float32, bfloat16, float16;
 };
 IntegerKernelSet avx512_vnni_integers();
 
-// Puts the products of AMX in the place of those of avx512_bf16, for bfloat16; needs amx_bf16.
+// Replaces the products of avx512_bf16 by those of AMX, for bfloat16; needs amx_bf16.
 void use_amx(Kernels& bfloat16);
 
 KernelSet portable_kernels();

@@ -1,16 +1,16 @@
 // The leaves of every matrix product on the CPU: one table of functions per element type and instruction set.
 //
-// A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr that stay in registers over the
-// whole of k. B is packed in panels of nr columns, [k][nr]. A is either row-major, or packed in panels of mr
-// rows, [k][mr]. Operands are held in units of k_step consecutive k: a float, a double, or (vdpbf16ps, bfdot)
-// a pair of bfloat16. AMX takes 16 such pairs of each of 16 rows at once: its k_step is 32, and its panels of
-// mr rows are [k / 32][mr][32]. Types that the instruction set cannot multiply are operands in float, rounded
-// only when a result is stored.
+// A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr whose sums are in registers, for
+// kDepth units of k at a time (multiply.h). B is packed in panels of nr columns, [k][nr]. A is either
+// row-major, or packed in panels of mr rows, [k][mr]. Operands are held in units of k_step consecutive k: a
+// float, a double, or (vdpbf16ps, bfdot) a pair of bfloat16. AMX takes 16 such pairs of each of 16 rows at
+// once: its k_step is 32, and its panels of mr rows are [k / 32][mr][32]. Types that the instruction set
+// cannot multiply are operands in float, rounded only when a result is stored.
 //
 // Pointers are typed by the role of an element, not by its type, which depends on the dtype and the
 // instruction set: Stored, the type of the tensors; Operand, the type that is multiplied; Acc (float, or
-// double for double), the type of sums, tiles and scales. The roles have no members: isa_kernels.h puts the
-// types in their places.
+// double for double), the type of sums, tiles and scales. The roles have no members: elements_of()
+// (multiply.h) gives the types.
 #pragma once
 
 #include <torch/headeronly/core/ScalarType.h>
@@ -30,7 +30,7 @@ struct Operand;
 struct Acc;
 struct Rounded;  // rows of A in blocks of 8-bit codes, see packed.h
 
-// p, so many elements of so many bytes further on.
+// p, `elements` elements of `bytes` bytes further on.
 template <class Role>
 Role* advance(Role* p, int64_t elements, int64_t bytes) {
   using Byte = std::conditional_t<std::is_const_v<Role>, const char, char>;
@@ -52,8 +52,8 @@ struct ActForward {
   int64_t a_stride;
 };
 
-// tile = dO W2, not yet weighted. dh = curve'(h) * scale * tile, a = scale * curve(h), dscale += <tile,
-// curve(h)>.
+// tile = dO W2, not yet weighted. With act(h) = curve(h), or curve(gate) times up's factor: dh = act'(h) *
+// scale * tile, a = scale * act(h), dscale += <tile, act(h)>.
 struct ActBackward {
   CurveKind curve;
   bool gated;
@@ -75,13 +75,13 @@ struct ActBackward {
 struct ClampedGlu {
   double alpha, limit, offset;
   bool interleaved;
-  bool clamps_activated;  // the activated gate is clamped, in place of the gate
+  bool clamps_activated;  // the activated gate is clamped, instead of the gate
   int64_t width;
 };
 
 // Products of packed columns with rows of A that are rounded to 8 bits; not in double.
 struct IntegerKernels {
-  int64_t most_rows;  // up to so many they are faster than others
+  int64_t most_rows;  // of a segment, up to which these are faster than others
   void (*round_rows)(PackedFormat format, int64_t m, int64_t k, const Operand* a, int64_t stride,
                      Rounded* rounded);
   // Tiles as of multiply_packed.
@@ -92,9 +92,9 @@ struct IntegerKernels {
 struct Kernels {
   int64_t mr, nr, k_step;
   int64_t row_step;             // of a tile of many rows: parts of them are multiples
-  int64_t few_rows;             // up to so many rows of A, B with columns along k is better not packed
+  int64_t few_rows;             // rows of A up to which B with columns along k is better not packed
   int64_t few_rows_transposed;  // the same of B with rows along the lanes
-  int64_t packed_rows;  // up to so many, a packed weight is better decoded in registers; none in double
+  int64_t packed_rows;          // up to which a packed weight is better decoded in registers; none in double
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
   // Operand rows in row-major order; k is padded with zeros to a multiple of k_step.
@@ -118,7 +118,7 @@ struct Kernels {
   // is zero.
   void (*multiply_columns)(int64_t m, int64_t k, const Operand* a, int64_t stride,
                            const Stored* const* columns, Acc* tile);
-  // The same for up to nr rows of A that pack_columns() packed in the place of columns, which then need no
+  // The same for up to nr rows of A that pack_columns() packed as if they were columns, which then need no
   // packing. False, and nothing is done, unless they are whole, equally far apart in each half of a panel,
   // and k is a multiple of k_step. Null where there is no such kernel.
   bool (*multiply_turned)(int64_t m, int64_t k, const Operand* rows, const Stored* const* columns, Acc* tile);
@@ -129,8 +129,8 @@ struct Kernels {
   void (*multiply_rows_of)(int64_t m, int64_t begin, int64_t end, int64_t k, const Operand* a, int64_t stride,
                            const Stored* b, int64_t ld, int64_t n, Acc* tiles);
 
-  // multiply_row_major with a chain of sums over the whole of k, where other products sum in parts; in float
-  // and double alone. And out [n] = exp(x - *largest), for x up to *largest.
+  // multiply_row_major with a chain of sums over the whole of k, where other products sum in parts; null for
+  // pairs of bfloat16. And out [n] = exp(x - *largest), for x up to *largest.
   void (*multiply_in_order)(int64_t m, int64_t k, const Operand* a, int64_t stride, const Operand* panel,
                             Acc* tile);
   void (*exponentials)(const Acc* x, int64_t n, const Acc* largest, Acc* out);
@@ -185,7 +185,7 @@ struct Kernels {
     if constexpr (std::is_same_v<Role, Operand>) return operand_bytes;
     if constexpr (std::is_same_v<Role, Acc>) return acc_bytes;
   }
-  // p, so many elements further on.
+  // p, `elements` elements further on.
   template <class Role>
   Role* at(Role* p, int64_t elements) const {
     return advance(p, elements, element_bytes<std::remove_const_t<Role>>());

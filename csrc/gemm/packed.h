@@ -1,4 +1,6 @@
 // Frozen weights in the formats that models are published in, as the kernels read them: no torch here.
+// frozen_weight.h checks a caller's tensors against the layouts, decode.h and cuda/decode_packed.cu read the
+// rows.
 #pragma once
 
 #include <cstdint>
@@ -51,6 +53,7 @@ struct PackedLayout {
   int64_t scales_of_block = 1;
 };
 
+// In the order of PackedFormat.
 constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
     {},
     {16, 32, Scaled::block, {ScaleType::e8m0}},
@@ -105,7 +108,7 @@ struct PackedMatrix {
   int64_t num_experts, rows, columns;
   int64_t group;  // columns of one scale
   int64_t row_bytes, scale_row_bytes;
-  int64_t scale_rows, part_rows;  // scales of squares: rows of them an expert, rows of a part
+  int64_t scale_rows, part_rows;  // squares: rows of scales an expert has, rows of the matrix in a part
 };
 
 // One row of a packed weight [out, in].

@@ -1,4 +1,5 @@
-// Products of few rows of bfloat16 with packed columns, by dot products of pairs; see packed_pairs_formats.h.
+// multiply_packed (kernels.h) of bfloat16 by dot products of pairs: multiply_packed_pairs() at the end puts
+// the columns of A in the order of a format's codes, packed_pairs_formats.h has the sums of each format.
 #pragma once
 
 #include "packed_pairs_formats.h"
@@ -110,7 +111,7 @@ void multiply_pairs_of_up_to(int64_t m, int64_t begin, int64_t columns, const Pa
   multiply_pairs_of_rows<format, M>(begin, columns, a, rows, nr, tile);
 }
 
-// multiply_packed of bfloat16.
+// Tiles [m, nr] of few rows and the columns of each panel.
 inline void multiply_packed_pairs(int64_t m, int64_t k, const BF16* a, int64_t stride, const PackedRow* rows,
                                   int64_t num_panels, float* tiles) {
   constexpr int nr = NR<Bf16PairUnit>;

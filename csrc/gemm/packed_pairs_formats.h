@@ -1,6 +1,6 @@
 // Products of a packed row with few rows of bfloat16 by dot products of pairs, for each format. The values of
-// codes are exact in bfloat16 (NF4's are the sum of two); the scale multiplies the sum of its block, in
-// float.
+// codes are exact in bfloat16 (NF4's to 1e-5, as the sum of two); the scale multiplies the sum of its block,
+// in float.
 #pragma once
 
 #include "packed_rows.h"

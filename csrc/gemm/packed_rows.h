@@ -9,7 +9,8 @@
 constexpr int kPackedRows = 4;          // rows of A for which a weight is decoded once
 constexpr int64_t kPackedDepth = 2048;  // columns of A that are turned into float at once
 
-// out[m] = <a[m], row> over `columns` columns from `begin` on, both multiples of 32 or at the row's end.
+// total[m] += <a[m], row> in lanes, over `columns` columns from `begin` on, both multiples of 32 or at the
+// row's end.
 template <PackedFormat format, int M>
 inline void multiply_row(const PackedRow& row, int64_t begin, int64_t columns, const float* a, int64_t stride,
                          VF (&total)[M]) {

@@ -1,4 +1,5 @@
-// Vectors of one instruction set.
+// Vectors of one instruction set: VF of W floats, VD of WD doubles, VI and VU of 32-bit integers, VH of W
+// numbers of 16 bits.
 #pragma once
 
 #include "isa_begin.h"

@@ -30,8 +30,8 @@ namespace {
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
-// A call that goes on in NCCL's own thread ends within microseconds as a rule: so long it is asked without a
-// sleep.
+// How long a call that goes on in NCCL's own thread is asked without a sleep; as a rule it ends within
+// microseconds.
 constexpr std::chrono::milliseconds kSpin(1);
 
 class Communicator {

@@ -17,9 +17,10 @@ _PATIENCE = 600.0  # seconds after which another process may try again, for race
 
 
 def race(device: int, key: Key) -> None:
-    """Start `fmoe gpu prove --missing`, once for a model of GPU and machine; later processes use what it finds.
+    """Start `fmoe gpu prove --missing`; later processes use what it finds.
 
-    This process goes on with the kernels that are right on the other model, and shares the GPU for about a minute.
+    It runs once for a model of GPU and cache folder; if it saves nothing, again at the earliest after _PATIENCE. This
+    process goes on with the kernels that are right on the other model, and shares the GPU for about a minute.
     """
     if torch.cuda.mem_get_info(device)[0] < _MEMORY or not _is_first(key):
         return
@@ -42,7 +43,7 @@ def race(device: int, key: Key) -> None:
 
 
 def _is_first(key: Key) -> bool:
-    """Return False if another process has started the races, or the folder cannot be written."""
+    """Return False if a process started the races less than _PATIENCE ago, or the folder cannot be written."""
     mark = cache_folder() / f"{key.name()}.racing"
     try:
         mark.parent.mkdir(parents=True, exist_ok=True)

@@ -68,20 +68,20 @@ class Inputs:
     The MXFP4 weights are other values than w1 and w2; they are None if a row is no whole number of blocks.
     """
 
-    x: Tensor
-    w1: Tensor
-    b1: Tensor | None
-    w2: Tensor
-    b2: Tensor | None
-    topk_weights: Tensor
-    rows: Tensor
-    grad: Tensor
-    grad_rows: Tensor
-    row_idx: Tensor
-    inverse: Tensor
-    offs: Tensor
-    w1_data: Tensor | None = None  # MXFP4, for frozen_mlp
-    w1_scale: Tensor | None = None
+    x: Tensor  # [T, D]
+    w1: Tensor  # [E, F, D], F = 2 H if gated, else H
+    b1: Tensor | None  # [E, F]
+    w2: Tensor  # [E, D, H]
+    b2: Tensor | None  # [E, D]
+    topk_weights: Tensor  # [T, K]
+    rows: Tensor  # [T * K, D]
+    grad: Tensor  # [T, D] or [T * K, D], of expert_mlp's result
+    grad_rows: Tensor  # [T * K, F], of grouped_gemm's
+    row_idx: Tensor  # [T * K]
+    inverse: Tensor  # [T, K]
+    offs: Tensor  # [E]
+    w1_data: Tensor | None = None  # MXFP4, for frozen_mlp: bytes [E, F, D / 2]
+    w1_scale: Tensor | None = None  # [E, F, D / 32]
     w2_data: Tensor | None = None
     w2_scale: Tensor | None = None
 

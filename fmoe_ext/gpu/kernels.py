@@ -53,7 +53,7 @@ def let_torch_compute(classes: Iterable[str]) -> None:
 
 
 class _SmMargin:
-    """SMs that persistent kernels leave free in this process: the largest number that was reserved.
+    """SMs that persistent kernels leave free in this process: the largest of the requests that are in force.
 
     A thread block of a persistent kernel takes an SM for itself, so that a kernel of NCCL finds no room beside it. And
     if a block has to wait for an SM, its whole share of the work begins late.
@@ -104,7 +104,7 @@ class Choice:
     """The kernels that one device uses."""
 
     kernels: frozenset[str]
-    torch: bool = False  # torch_path replaces all our kernels
+    torch: bool = False  # torch_path replaces grouped_gemm, expert_mlp and their backwards
     torch_wins: frozenset[str] = frozenset()  # classes of products in which torch's replaces ours
     warning: str | None = None
 
@@ -160,7 +160,7 @@ class Selection:
         self.device_type = device_type
         self.key_of = key_of
         self.race = race  # starts the races of a device that takes another model's proof
-        self.is_prepared = False
+        self.is_prepared = False  # True once the CUDA module is loaded
         self._lock = threading.Lock()  # held while a choice is made
         self._choices: dict[int, Choice] = {}  # by device, once the choice is in force
         # registrations, which end when these are collected

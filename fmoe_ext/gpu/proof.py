@@ -26,6 +26,7 @@ from fmoe_ext import _env
 _FORMAT = 4  # of the file; others are not read
 SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
+# slow: right, but its products are computed faster without it
 STATES = ("proved", "beaten", "failed", "slow", "untested")
 USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
 # (class of the rows an expert has on average, where it begins), as kRowsClasses in cuda/select.h
@@ -63,7 +64,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Race:
-    """Time an operation with the kernel that computes it, without that kernel, and by torch's grouped_mm."""
+    """The times of an operation: with the kernel that computes it, without that kernel, and by torch's grouped_mm."""
 
     operation: str  # a key of races.PRODUCTS
     shape: str
@@ -75,10 +76,10 @@ class Race:
 
 @dataclass(frozen=True)
 class TorchWin:
-    """Torch's grouped_mm is faster than our kernels at a product, in a class of problems."""
+    """A class of problems in which torch's grouped_mm computes a product faster than our kernels, with both times."""
 
     product: str  # of kTorchProducts in cuda/select.h
-    numbers: str  # "16 bits" or "tf32"
+    numbers: str  # "16 bits" (raced in bfloat16) or "tf32"
     rows: str  # of ROWS
     ms: float
     torch_ms: float

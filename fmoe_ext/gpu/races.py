@@ -155,7 +155,7 @@ class Races:
         self.times: dict[Course, tuple[float, float]] = {}  # (with the kernels that are left, by torch) in ms
 
     def run(self) -> Iterator[Event]:
-        """Race until no kernel is slow, then each product against torch's, in 16 bits and in TF32."""
+        """Race until no kernel is slow, then each product against torch's, in bfloat16 (dtypes[0]) and in TF32."""
         # the library unregisters torch's product when it is collected, so it must outlive the races
         held = torch_path.install_products(self.target.device.type.upper())
         courses = [

@@ -1,6 +1,6 @@
 """The GPU as `fmoe gpu prove` uses it, in the child process only: which problems it gets, and how it is timed.
 
-Tests put an emulated one in its place, without a GPU.
+Tests use an emulated one, without a GPU.
 """
 
 import math

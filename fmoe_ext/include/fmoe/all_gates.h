@@ -76,7 +76,7 @@ struct SoftmaxGate : ScoredGate {
 };
 
 // The gate of DeepSeek-V3: sigmoid scores, balanced by a bias that after_optimizer_step() moves. Its balance
-// loss is off unless options say so.
+// loss is off by default (no_loss()); ScoredOptions has it on.
 struct SigmoidGate : ScoredGate {
   SigmoidGate(int64_t d_model, int64_t num_expert, int64_t world_size, int64_t top_k = 2,
               bool gate_bias = true, const ScoredOptions& options = no_loss())
@@ -265,7 +265,7 @@ inline Tensor total_loss(torch::nn::Module& model) {
   return total;
 }
 
-// To be called after each step of an optimizer: moves the biases of SigmoidGates.
+// Moves the biases of SigmoidGates. Call it after each step of the optimizer.
 inline void after_optimizer_step(torch::nn::Module& model) {
   detail::for_each_gate(model, [](Gate& gate) { gate.after_optimizer_step(); });
 }

@@ -57,7 +57,7 @@ struct WideLinear : torch::nn::LinearImpl {
   Tensor forward(const Tensor& inp) { return wide_linear(inp, weight, bias); }
 };
 
-// Choices [E], sum of the scores [E] and number of tokens of all ranks; the number is a double on one rank.
+// Choices [E], sum of the scores [E] and number of tokens of all ranks; on one rank num_tokens is undefined.
 struct LoadSums {
   Tensor num_choices, score_sum, num_tokens;
   int64_t num_local_tokens = 0;

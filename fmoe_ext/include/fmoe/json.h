@@ -1,5 +1,5 @@
-// A strict reader of JSON for headers of safetensors files and manifests: errors say where, nothing is
-// guessed.
+// A reader of JSON for headers of safetensors files and manifests: errors say where. Numbers are kept as they
+// are written, and only whole ones are read (size()); escapes of surrogates are refused.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Value {
     const auto found = members.find(name);
     return kind == object && found != members.end() ? &found->second : nullptr;
   }
-  // A whole number in [0, 2^62).
+  // A whole number in [0, 10^18); c10::Error that names `where` for anything else.
   int64_t size(const std::string& where) const {
     const bool good = kind == number && !text.empty() && text.size() <= 18 &&
                       text.find_first_not_of("0123456789") == std::string::npos;

@@ -63,7 +63,7 @@ inline Step begin(const Tensor& moe_inp, const Tensor& valid) {
   return {moe_inp.index_select(0, rows), rows, num_tokens};
 }
 
-// A Mixture-of-Experts layer: any gate, and experts that forward(tokens, handle, topk_weights).
+// A Mixture-of-Experts layer: any gate, FusedExperts, and SharedExperts or null.
 // group: a c10d group whose ranks have num_expert experts each, expert i on rank i // num_expert; all of them
 // call forward, with any number of tokens each. Null: one process.
 struct FMoE : torch::nn::Module {

@@ -1,5 +1,5 @@
-// The operators of fmoe_ext with their gradients: sort_tokens, permute, unpermute, topk_gate, grouped_gemm,
-// expert_mlp.
+// The operators of fmoe_ext with their gradients: permute, unpermute, topk_gate, balance_loss, grouped_gemm,
+// expert_mlp; and without: count_tokens, sort_tokens, apply_capacity.
 //
 // Kernels, checks and their errors are in the library of the target fmoe::fmoe and are called through the
 // dispatcher; here are the formulas of the gradients, those of fmoe_ext/ops/<operator>.py in the same order.

@@ -57,7 +57,7 @@ struct SumOverRanks : Function<SumOverRanks> {
   }
 };
 
-// x [n, *] of every rank, n being different, not differentiable; rows are padded to the longest on the way.
+// x [n, *] of every rank, where n may differ, not differentiable; rows are padded to the longest on the way.
 inline std::vector<Tensor> gather_rows(const Tensor& x, const Group& group) {
   const auto each_of = [&](const Tensor& mine) {
     std::vector<std::vector<Tensor>> out(1);

@@ -58,8 +58,8 @@ inline Placed placed(const std::string& path, const std::string& name, const jso
   return place;
 }
 
-// Header of a file: its tensors in the order of their places. They cover the file without gaps, or the file
-// is refused.
+// Reads the header of a file -> its tensors in the order of their places. They cover the file without gaps,
+// or the file is refused.
 inline std::vector<Placed> read_header(std::ifstream& file, const std::string& path, int64_t& data_begin) {
   std::error_code error;
   const auto file_size = std::filesystem::file_size(path, error);
