@@ -1,6 +1,7 @@
-// The operator schemas of fmoe_ext, but for switches, which stand beside their kernels (_set_cpu_isa,
+// The schemas of the operators in C++, but for switches, which stand beside their kernels (_set_cpu_isa,
 // _set_batch_invariant, _release_memory, cuda/ops_select.cpp). Kernels register themselves from <op>.cpp
-// (CPU) and cuda/ (CUDA); autograd, fake kernels and autocast rules are registered from fmoe_ext/ops/<op>.py.
+// (CPU) and cuda/ (CUDA); autograd, fake kernels and autocast rules are registered from fmoe_ext/ops/<op>.py
+// and fmoe_ext/frozen.
 //
 // Letters: T tokens, K choices a token, E experts, R = T * K rows in expert-major order, D model width, H
 // expert width. A row of an expert-major tensor at or past offs[-1] belongs to a dropped choice: row_idx is
@@ -43,8 +44,8 @@ STABLE_TORCH_LIBRARY(fmoe_ext, m) {
   // The exchange of expert parallelism (exchange_rows.cpp), on the CPU. W ranks, n kinds of rows for each of them.
   // row_idx [R], inverse [T, K], tokens_per_expert [W n]: of rows sorted by rank -> row_idx [W max_rows], inverse [T, K]
   m.def("_pad_routing(Tensor row_idx, Tensor inverse, Tensor tokens_per_expert, int num_ranks, int max_rows) -> (Tensor, Tensor)");
-  // counts [W n] in the order that they have, or that of the places in order [W n]; header [h]
-  // -> [W, h + n], for each rank the header and its counts; has_most: between them the most rows for one rank
+  // counts [W n], sent as they are or, with order [W n], counts[order]; header [h]
+  // -> [W, h + n], for each rank the header and its counts; has_most: one more between them, the most rows for one rank
   m.def("_counts_to_send(Tensor counts, Tensor header, Tensor? order, int num_ranks, bool has_most) -> Tensor");
   // counts [W, n]: rows from each rank in the columns [first, end) -> the kind of each row that comes, counted from first,
   // [num_rows, 1] int32; max_rows: of each rank, 0 as counted

@@ -1,4 +1,4 @@
-// What kernels take, in memory: blocks of rows, panels, tiles.
+// What kernels take, in memory: blocks of rows, panels, tiles (kernels.h has their layouts).
 #pragma once
 
 #include <algorithm>

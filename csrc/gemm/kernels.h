@@ -5,7 +5,7 @@
 // row-major, or packed in panels of mr rows, [k][mr]. Operands are held in units of k_step consecutive k: a
 // float, a double, or (vdpbf16ps, bfdot) a pair of bfloat16. AMX takes 16 such pairs of each of 16 rows at
 // once: its k_step is 32, and its panels of mr rows are [k / 32][mr][32]. Types that the instruction set
-// cannot multiply are operands in float, rounded only when a result is stored.
+// cannot multiply are operands in float, of values that the type can hold.
 //
 // Pointers are typed by the role of an element, not by its type, which depends on the dtype and the
 // instruction set: Stored, the type of the tensors; Operand, the type that is multiplied; Acc (float, or

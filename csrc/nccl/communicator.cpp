@@ -1,6 +1,6 @@
-// A NCCL communicator of our own: one for each process group and device, made from a ncclUniqueId that the
-// group hands round. It knows no torch: buffers and streams are addresses, their order and lifetime the
-// caller's matter.
+// A NCCL communicator of our own, for fmoe_ext/ep/exchange.py: one for each process group and device, made
+// from a ncclUniqueId that the group hands round. It knows no torch: buffers and streams are addresses, their
+// order and lifetime the caller's matter.
 //
 // A dead peer ends in an error and not in a hang. The communicator is non-blocking: a call that does not come
 // through within the timeout aborts it and throws. An exchange that is under way is watched: one that does
