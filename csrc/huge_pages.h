@@ -1,5 +1,5 @@
-// Large fresh tensors: filling one in 4 KB pages costs as much time in page faults as the arithmetic that
-// fills it.
+// Large fresh tensors (new_large, new_reused, new_untouched_zeros): filling one in 4 KB pages costs as much
+// time in page faults as the arithmetic that fills it.
 #pragma once
 
 #include <cstdint>

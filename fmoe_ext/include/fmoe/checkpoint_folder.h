@@ -129,8 +129,9 @@ inline Tensor read_tensor(const std::filesystem::path& folder, const std::string
 }  // namespace detail
 
 // The model's tensors in a folder of checkpoint.save(), the newest step of it or one step's own folder.
-// c10::Error that names file and tensor for truncated files and parts that do not fit. Parts that overlap are
-// not found, and hashes are not compared: `python -m fmoe_ext.checkpoint inspect` does that.
+// c10::Error that names file and tensor for truncated files and parts that do not fit. Parts that overlap and
+// leave as large a gap are not found, and hashes are not compared:
+// `python -m fmoe_ext.checkpoint inspect` does that.
 inline StateDict read_checkpoint(const std::string& path) {
   const auto folder = detail::step_folder(path);
   const std::string where = (folder / "manifest.json").string();
