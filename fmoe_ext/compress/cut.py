@@ -205,7 +205,16 @@ class Cut:
 
     def matrices(self, path: str) -> Iterator[torch.Tensor]:
         """Read the weights [E, n] of the experts at a path, a projection at a time; CheckpointError for packed ones."""
-        # {projection: its stack, or its tensor of each expert}
+        for tensors in self._projections(path):
+            yield torch.cat([t.read().reshape(self.num_experts // len(tensors), -1) for t in tensors])
+
+    def check_floats(self) -> None:
+        """Raise CheckpointError for packed experts, which are not merged: their average would be rounded again."""
+        for path in self.layers:
+            self._projections(path)
+
+    def _projections(self, path: str) -> Iterable[list[StoredTensor]]:
+        """Find the tensors of each projection at a path, one stack or one of each expert; reads no values."""
         stacks = [name for name, of_path in self._stacks.items() if of_path == path]
         found: dict[str, list[StoredTensor]] = {name: [self.base.tensors[name]] for name in stacks}
         for stem, (of_path, e) in self._of_one.items():
@@ -219,7 +228,7 @@ class Cut:
                 raise CheckpointError(
                     f"{self.base.folder}: experts at {path} are packed ({name}): prune without merging"
                 )
-            yield torch.cat([t.read().reshape(self.num_experts // len(tensors), -1) for t in tensors])
+        return found.values()
 
     def _expert_of(self, name: str) -> tuple[str, int, str, str] | None:
         """Split the name of one expert's tensor: (path, expert, text before its number, text after); None for others.

@@ -104,12 +104,14 @@ def prune(
     else:
         assert isinstance(files, FolderModel)
         cut = Cut(files, model, size, number)
-    if merge is not None and not 0 < merge <= 1:
-        raise CheckpointError(f"merge must be above 0 and at most 1, but got {merge}")
-    if merge is not None and (isinstance(cut, GgufCut) or cut.has_tables or groups > 1):
-        raise CheckpointError(
-            f"{files.path}: experts of GGUF files, of tables and of groups are not merged: prune without merging"
-        )
+    if merge is not None:
+        if not 0 < merge <= 1:
+            raise CheckpointError(f"merge must be above 0 and at most 1, but got {merge}")
+        if isinstance(cut, GgufCut) or cut.has_tables or groups > 1:
+            raise CheckpointError(
+                f"{files.path}: experts of GGUF files, of tables and of groups are not merged: prune without merging"
+            )
+        cut.check_floats()
     if batch < 1:
         raise CheckpointError(f"batch must be at least 1, but got {batch}")
     calibration, test = sequences(tokens, seq_len, held_out, size, config.vocab_size)

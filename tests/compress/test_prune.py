@@ -174,6 +174,19 @@ def test_stacked_mxfp4_experts_stay_packed(tmp_path):
             assert torch.equal(after[f"{path}.{part}"], before[f"{path}.{part}"][layer["kept"]]), part
 
 
+def test_packed_experts_are_not_merged_and_refused_before_the_text_is_read(tmp_path):
+    packed = save(tmp_path / "linear", dtype=torch.float32, **FEW, **WIDE)
+    pack_linear(packed, "fp8_block")
+    few = FEW | {"intermediate_size": 32}
+    stacked = pack(save(tmp_path / "stacked", "GptOssForCausalLM", torch.bfloat16, **few))
+    for folder in (packed, stacked):
+        lines = []
+        with pytest.raises(CheckpointError, match=r"packed.*prune without merging"):
+            prune(folder, tmp_path / "out", tokens(), experts=3, seq_len=20, merge=0.9, say=lines.append)
+        assert lines == []
+        assert not list(tmp_path.glob(".out*"))
+
+
 def test_scores_are_kept_in_a_file_and_belong_to_one_text(tmp_path):
     folder = save(tmp_path / "model", **FEW)
     file = tmp_path / "scores.json"
