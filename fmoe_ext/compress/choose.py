@@ -42,12 +42,13 @@ def similarities(matrices: Iterable[Tensor]) -> Tensor:
 def best_merged(
     scores: Tensor, count: Tensor, cosine: Tensor, number: int, least: float
 ) -> dict[int, dict[int, float]]:
-    """Choose the experts that stay -> {expert that stays: {expert merged into it, itself included: share}}.
+    """Choose the experts that stay -> {expert that stays: {expert whose weights it is made of: share}}.
 
     1. While more than `number` are left: of the most similar pair, if its cosine is at least `least`, the expert with
        the lower score goes. 2. Then the lowest scores go, until `number` are left. 3. Each expert that goes is merged
-       into the most similar one that stays, or dropped if their cosine is below `least`. Shares follow `count`; of
-       equal scores the first stays. scores [E] float64, count [E] int64: tokens of each expert, cosine [E, E].
+       into the most similar one that stays, or dropped if their cosine is below `least`. Shares follow `count`: an
+       expert without tokens has none, unless all of a group are without. Of equal scores the first stays.
+    scores [E] float64, count [E] int64: tokens of each expert, cosine [E, E].
     """
     # 1. The worse of each similar pair
     pairs = cosine.clone()

@@ -1,4 +1,4 @@
-"""`fmoe prune FOLDER`: a model without the experts that a text needs least (docs/compress.md)."""
+"""Write a model without the experts that a text needs least: `fmoe prune FOLDER` (docs/compress.md)."""
 
 from __future__ import annotations
 

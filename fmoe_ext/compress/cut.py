@@ -319,7 +319,7 @@ class Cut:
 
 
 def _common(one: str, other: str) -> int:
-    """Count the components that two names have in common at their begin."""
+    """Count the components with which both names begin; of equal names a larger number."""
     pairs = zip(one.split("."), other.split("."), strict=False)
     return next((i for i, (a, b) in enumerate(pairs) if a != b), len(one))
 

@@ -82,7 +82,7 @@ def prune(
         >>> [len(layer["kept"]) for layer in report["layers"].values()]
         [2]
     """
-    # Open: whatever is refused is refused before the text is read.
+    # Open: whatever is known to fail is refused before the text is read.
     if not dry_run:
         check_is_free(Path(out))
     files = open_model(folder)

@@ -1,8 +1,9 @@
 """Give PEFT's adapters of experts' weights to operators that take them beside the weight: lora.fuse().
 
 PEFT computes experts (target_parameters) with W + scale B A: in each forward it adds up a product of the size of all
-experts' weights, which packed and streamed weights do not even have. lora.fuse() makes its wrappers FusedParamWrapper:
-they hand A [E, r, in] and B [E, out, r] to the experts below instead, which compute for the rows x of each expert
+experts' weights, which packed and streamed weights do not even have. fuse_adapters() makes its wrappers
+FusedParamWrapper: they hand A [E, r, in] and B [E, out, r] to the experts below instead, which compute for the rows x
+of each expert
 
     x W^T + scale (x A^T) B^T
 
@@ -83,7 +84,7 @@ class FusedParamWrapper(NotesHooks, ParamWrapper):
 
     @property
     def main_grad(self) -> ops.MainGrad | None:
-        return None
+        return None  # the weight is frozen: no backward adds to it
 
 
 FusedParamWrapper.__name__ = ParamWrapper.__name__  # by which PEFT knows wrappers when it adds an adapter

@@ -69,7 +69,6 @@ def sequences(
     """Cut ids [N] into sequences [n, seq_len] to measure on and, behind them, [m, seq_len] to test on.
 
     m is the share held_out of all sequences, rounded up; tokens behind the last whole sequence are dropped.
-
     Raises CheckpointError for other shapes, foreign ids, and fewer than _FEWEST_TOKENS for each expert.
     """
     if not 0 <= held_out < 1:

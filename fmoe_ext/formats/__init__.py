@@ -1,4 +1,4 @@
-"""Read and write models in the formats of other programs: import_model() and export(); see docs/formats.md."""
+"""Read and write models in the formats of other programs: import_model(), export(), `fmoe export` (docs/formats.md)."""
 
 from fmoe_ext.formats.imports import import_model
 from fmoe_ext.formats.writing import check_export, export

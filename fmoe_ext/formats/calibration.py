@@ -1,4 +1,4 @@
-"""Measure how much each input of a weight matters in a text, so that scales of packed weights can be chosen by it.
+"""Measure how much each input of a weight matters in a text, by which `fmoe export --text` chooses scales.
 
 An error d of a weight's row changes an output by x d, so the mean of its square over a text is d E[x x^T] d. The
 diagonal of E[x x^T], the mean square of each input, stands for all of it, as in llama.cpp's importance matrix: one
@@ -21,7 +21,7 @@ from fmoe_ext.finetune.streaming import stream
 from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.model_files import FolderModel, experts_modules
 
-# Each expert's sums get the mean inputs of all experts this many times, for experts that few tokens chose
+# Tokens with the mean squares of all experts that are added to each expert's, for those that few tokens chose
 _PRIOR_TOKENS = 16
 
 

@@ -1,15 +1,16 @@
 """Train heads for the tokens after the next (MTP) with their model: import_model(folder, mtp_loss=weight).
 
-The model predicts token i + 1 at position i. Head k of D predicts token i + k + 1 there, from the hidden state of head
+The model predicts token i + 1 at position i. Head k of n predicts token i + k + 1 there, from the hidden state of head
 k - 1 (of the model, for the first head) and the embedding of token i + k, by a block like the model's own and the
 model's own output layer:
 
     h'_i = eh_proj [enorm Emb(t[i+k]); hnorm h_i]      2 d_model -> d_model
     h_i  = post_norm block(h')_i                       causal over the positions
-    loss = weight / D * sum over k of the mean over i of -log softmax(lm_head h_i)[t[i+k+1]]
+    loss = weight / n * sum over k of the mean over i of -log softmax(lm_head h_i)[t[i+k+1]]
 
 as in DeepSeek-V3, section 2.2: https://arxiv.org/abs/2412.19437. The modules are those with which Transformers drafts
-in generate(use_mtp=True), MtpModel; the forward of that class samples tokens, and its own loss does not run.
+in generate(use_mtp=True), MtpModel, whose forward samples tokens. So TrainedHeads.loss() calls its layers, and
+WithHeads adds the loss to the model's by hooks.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ _IGNORED_LABEL = -100
 
 
 class TrainedHeads(nn.Module):
-    """Heads of an imported model, its attribute `mtp`: in train() their loss is added to the model's.
+    """Heads of an imported model, its attribute `mtp`: in train() `weight` times their loss is added to the model's.
 
     `last_loss` is the heads' loss in the last forward, without the weight.
     """

@@ -2,7 +2,7 @@
 
     read      Transformers loads the folder, once it is checked (_read); a model in memory is taken as it is
     convert   our layer is built on the meta device, and the block's own tensors become its parameters (_converted):
-              no weight is copied or drawn at random
+              no weight is drawn at random, and only shared experts and layers of GPT-OSS are copied
     hook      what a family computes around its experts (a norm, a factor, scores beside the output, ids of tokens)
               is a hook on our layer, so the decoder layer calls ours as it called its own
     save      save_pretrained() writes the format that the model came from, load_state_dict() takes it
@@ -158,9 +158,10 @@ def import_model(source: Any, *, mtp_loss: float | None = None, **options: Any) 
 
     source: a folder, or the name of a repository in the cache of the Hugging Face hub, for from_pretrained(source,
     **options) of the class that its configuration names, which downloads nothing; or a model, which is changed in
-    place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the
-    model's own tensors (but for GPT-OSS, whose layout is another: a layer at a time is copied). norm_topk_prob, scaling
-    factors, groups and biases are honoured. Gates compute in float32 or wider, where some of Transformers' round.
+    place. Model types: those of checkpoint/families, which docs/formats.md lists. The parameters stay the model's own
+    tensors; copied, a layer at a time, are shared experts, whose gate and up are joined, and GPT-OSS's layers, whose
+    layout is another. norm_topk_prob, scaling factors, groups and biases are honoured. Gates compute in float32 or
+    wider, where some of Transformers' round.
 
     model.save_pretrained() writes the format that the model came from, as export() does, with the tensors of its folder
     that Transformers does not load, as they were: heads for the tokens after the next. The gates have the balance

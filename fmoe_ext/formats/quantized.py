@@ -61,7 +61,7 @@ class Report(NamedTuple):
     bytes_after: int
     left_out: list[str]  # names of tensors that the format has no place for
     has_vocabulary: bool
-    left_out_text: str  # left_out by the layers of heads
+    left_out_text: str  # left_out in words: how many in which head, and some of the others' names
 
 
 def export_quantized(

@@ -67,7 +67,7 @@ def export(
     """Write a Transformers model with FMoETransformerMLPs as a model of Transformers' own -> the folder.
 
     model: what fmoefy or import_model() made. folder: a new or empty one; it gets config.json, generation_config.json,
-    the tokenizer's files, a model card, safetensors of at most max_shard_bytes (a layer stays in one), in the dtypes of
+    the tokenizer's files, a model card, safetensors of max_shard_bytes (more if a layer is larger), in the dtypes of
     the model; config.json names the one of most weights, to which from_pretrained() casts the others.
     format: a model type of Transformers, as "mixtral" or "qwen3_moe"; docs/formats.md lists them and says which models
     each can hold. "gguf": folder/model.gguf for llama.cpp, whose servers want a tokenizer in it.

@@ -3,7 +3,7 @@
 A streamed model reads the experts' weights into a buffer that the next layer overwrites. A weight that autograd saved
 would have to stay there until the backward, as would the whole buffer. So this autograd function saves rows, adapters
 and what the operator keeps (the pre-activation, the adapters' rank rows), and asks for the weights again in the
-backward: two reads of a weight for memory that does not grow with the layers.
+backward: a weight is read twice, and no layer keeps its weights.
 """
 
 from collections.abc import Callable

@@ -1,5 +1,7 @@
 """frozen_gemm: multiply by a packed weight; and packed_product(), the part that frozen_mlp shares on CUDA.
 
+Packed linear layers of a streamed model call it, and experts whose activation frozen_mlp does not have.
+
 The path of a product:
 
 * CPU, few rows of an expert: a kernel decodes 32 columns of a row of the weight into registers and multiplies them by

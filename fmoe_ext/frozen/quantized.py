@@ -15,6 +15,7 @@ from fmoe_ext.frozen.formats.base import Fitted, Shape
 
 # Added to the number of a format where operators may compute in integers, as in csrc/frozen_weight.h.
 _INTEGERS = 64
+# formats for which quantize() takes an importance
 FITTED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Fitted))
 
 

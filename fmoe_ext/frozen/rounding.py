@@ -1,5 +1,8 @@
 """Round W + D to a packed format by the inputs that it multiplies; W is packed already, D a small change (an adapter).
 
+round_packed() is for `fmoe adapter merge --to packed`. to_nearest() rounds without inputs, for that command's
+--rounding nearest and for adapters that train on rounded weights (huggingface/lattice.py).
+
 A packed weight is a point of a lattice: each value is step * level - low with a level of the format. Plain rounding of
 W + D finds the nearest point, which is W itself while D is below half a step everywhere: a small adapter is rounded
 away. What counts is the output, ||X (Q - W - D)||^2 = d H d^T for each row's error d and the inputs' moments H = X^T X.
@@ -28,6 +31,7 @@ _COLUMNS = 64  # rounded one after the other before one product corrects the res
 _SWEEPS = 3  # of coordinate descent, at most
 _DAMPING = 0.01  # times the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
 
+# formats that are rounded so
 ROUNDED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Lattice))
 
 

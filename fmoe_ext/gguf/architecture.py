@@ -99,7 +99,7 @@ class Architecture:
     has_factors = False  # llama.cpp's graph multiplies by the factors of weights in NVFP4
     rounds_yarn = True  # Transformers rounds the bounds of YaRN's ramp, as llama.cpp does
     attention_block = "self_attn"  # name of attention in Transformers' layer
-    window_period = 0  # each layer of this number has full attention, the others a sliding window
+    window_period = 0  # n: every n-th layer has full attention, the others a sliding window; 0: no such rule
 
     def __init__(self, name: str = "") -> None:
         self.name = name or self.name
@@ -340,7 +340,7 @@ class Architecture:
     # Tensors
 
     def tensors(self, config: Any, names: Iterable[str]) -> dict[str, TensorTransform]:
-        """{name in Transformers: what it is in the file}; CheckpointError for a name that the file has no place for."""
+        """Return {name in Transformers: its transform}; CheckpointError for a name that the file has no place for."""
         own, known, found = self.transforms(config), known_names(self.name), {}
         for name in names:
             layer = _LAYER.fullmatch(name)
@@ -357,7 +357,7 @@ class Architecture:
         return found
 
     def transforms(self, config: Any) -> dict[str, TensorTransform]:
-        """{name in Transformers' layer, or outside of layers: what it is in the file} where the package has no name."""
+        """Return {name in a layer, or outside: its transform} where the package has no name, or values are moved."""
         layout = self.family.in_modules
         block = f"{layout.block}."
         # [E, 2H, D] of gate and up -> two stacks in the file

@@ -93,7 +93,7 @@ def open_gguf(file: str | Path) -> GgufFile:
 
 
 class GgufFile:
-    """A GGUF file whose header is read and whose data is mapped; CheckpointError for what llama.cpp would not load."""
+    """A GGUF file whose header is read and whose data is mapped; CheckpointError if it is truncated or damaged."""
 
     fields: dict[str, Field]  # {key: value}
     tensors: list[Tensor]

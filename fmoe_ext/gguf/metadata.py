@@ -6,8 +6,9 @@ file that it would make (Architecture.fields) has the same values. Every other k
     the architecture reads itself, or knows to be harmless
     has the only value with which these models compute (ONLY)
     is a note on the file that changes no logit (NOTES)
+    is another program's: its first word is none of llama.cpp's
 
-Any other key is refused by name, so that none is skipped in silence.
+Any other key is refused by name.
 """
 
 import math

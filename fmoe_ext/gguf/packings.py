@@ -29,7 +29,7 @@ def _in_turn(halves: torch.Tensor) -> torch.Tensor:
 
 def _nvfp4_scale(rows: torch.Tensor) -> torch.Tensor:
     scale = rows.unflatten(-1, (-1, 36))[..., :4].flatten(1) & 127  # without a sign
-    return torch.where(scale == 127, 0, scale)  # which E4M3 has for NaN
+    return torch.where(scale == 127, 0, scale)  # 127 is E4M3's NaN, but 0 in a file
 
 
 # {type of GGUF, a name in frozen.FORMATS: {tensor of Quantized: piece}}

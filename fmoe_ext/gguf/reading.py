@@ -6,7 +6,7 @@ gguf_layers() describes them as Parts (expert_files.py), in one of three ways:
     floats    all f32, f16 or bf16: bytes as they lie
     packed    w1 of one type, w2 of one type, and kernels compute with both: bytes as they lie, or codes and scales
               taken apart (packings.py)
-    decoded   mixtures and other types: float32, by the package gguf, while they are read
+    decoded   all others, as mixtures, and GPT-OSS in floats: float32, by the package gguf, while they are read
 
 outside_experts() has the other tensors. They go through the architecture's TensorTransform, and stay packed where that
 only moves rows.
@@ -45,8 +45,8 @@ _OF_EXPERTS = re.compile(r"blk\.\d+\.ffn_(gate|up|down|gate_up)_exps\.(weight|sc
 def gguf_layers(file: GgufFile) -> dict[int, Layer]:
     """Return {number of a layer: its experts}, for layers that have some.
 
-    Raises CheckpointError for types that the package gguf does not decode, for shapes that do not fit, and for tensors
-    of experts that are not known.
+    Raises CheckpointError for types that the package gguf does not decode, for shapes that do not fit, and for a
+    projection that is missing.
     """
     found = {t.name: t for t in file.tensors}
     name = file.architecture

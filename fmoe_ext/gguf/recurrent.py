@@ -1,4 +1,4 @@
-"""Parts of architectures whose layers are not all attention: a file says 0 key heads for the others; Mamba-2."""
+"""Parts that architectures with other layers than attention share: such a layer has 0 key heads in a file; Mamba-2."""
 
 from typing import Any
 

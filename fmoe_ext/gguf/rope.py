@@ -1,6 +1,7 @@
 """Translate between a file's rope.scaling.* keys and Transformers' rope_parameters: linear scaling and YaRN.
 
-A key that is not translated is an error, so that no scaling is lost in silence.
+Any other key is an error, so that no scaling is lost; but "finetuned" says none, and the original length is for YaRN
+alone.
 """
 
 import math

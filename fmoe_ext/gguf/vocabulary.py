@@ -12,8 +12,9 @@ its code. A file picks one by two names, and brings the tokens:
 
 llama.cpp's converter recognises a pre-tokenizer by a hash of the ids that it gives to a sample text, so every new
 vocabulary needs an entry. Here the expressions themselves are compared (PRE_TOKENIZERS). gguf.SpecialVocab guesses
-where special tokens go; here the tokenizer is run and its output looked at. What llama.cpp would compute otherwise is
-refused with the reason, before anything is written.
+where special tokens go; here the tokenizer is run and its output looked at. Text that llama.cpp would cut otherwise is
+refused with the reason, before anything is written; where only spaces, or tokens around a text, are treated otherwise,
+a warning says so. read_vocabulary() is the entry.
 """
 
 import json
@@ -149,7 +150,7 @@ def read_vocabulary(tokenizer: Any, config: Any, stops: Iterable[int] = ()) -> V
     tokenizer: of Transformers, fast (with a tokenizer.json); or a folder or name of one, whose tokenizer.json is taken
     as it is. config: the model's, for the number of rows of its embeddings. stops: further ids at which the model ends
     an answer, as generation_config.json has them.
-    Raises CheckpointError for what llama.cpp computes otherwise.
+    Raises CheckpointError for words that llama.cpp makes otherwise; warns of other spaces or tokens around a text.
     """
     # The chain of steps, as tokenizer.json has it
     tokenizer, name = _open_tokenizer(tokenizer)

@@ -142,7 +142,8 @@ def fmoefy(
       experts. moe_group=, world_size= choose other ranks than the default group's. False: every rank has all experts,
       as the Trainer and accelerate need it in several processes, because they use DistributedDataParallel.
     hidden_hidden_size: hidden units of an expert. None: those of the MLP divided by top_k, or by split.
-    top_k: None is 2, or split. gate: class, function or name of fmoe_ext.gates.GATES; None is SoftmaxGate.
+    top_k: None is 2 (1 of one expert), or split. gate: class, function or name of fmoe_ext.gates.GATES; None is
+      SoftmaxGate. Where they are None, Megatron's own arguments for them count first.
     layers: which of the MLPs, in the order of the model: a number (negative from the end), a slice, a range or other
       iterable of numbers, or a function of the number. None: all.
     match: replaces the search: a class, a pattern of dotted paths ("*.ffn") or a function (path, module). It points
@@ -169,9 +170,10 @@ def fmoefy(
     under Trainer, TRL, accelerate and Lightning: fmoe_ext.huggingface.training.add_balance_loss.
     A Transformers model is saved by save_pretrained and loaded by fmoe_ext.huggingface.from_pretrained; to
     load another saved state dict, fmoefy a model of the dense configuration first.
-    Raises ValueError, and leaves the model as it was, where nothing is found (listing what was looked for), for a
-    model that has MoE layers already (unless match= points elsewhere), for layers that it does not have, and for
-    init="upcycle" with a gate whose weights have no constant sum. Of a list, the models before this one are replaced.
+    Raises ValueError, and leaves the model as it was (with load_dense loaded), where nothing is found (listing what was
+    looked for), for a model that has MoE layers already (unless match= points elsewhere), for layers that it does not
+    have, and for init="upcycle" with a gate whose weights have no constant sum. Of a list, the models before this one
+    are replaced.
     Equivalent to: layer.mlp = FMoETransformerMLP(num_experts=num_experts, d_model=d_model, ...) for every layer.
 
     Example:

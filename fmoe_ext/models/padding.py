@@ -1,8 +1,8 @@
 """Pass a Transformers model's attention mask on to its MoE layers, which never see it, as padding.
 
-fmoefy calls heed_attention_masks(). It puts hooks around the forwards of the model: before one, the mask becomes the
-Batch (tokens.py) that a user's valid_tokens() would set; after it the outer Batch is back. An FMoE layer inside leaves
-the tokens out that the Batch says are padding.
+fmoefy and import_model call heed_attention_masks(). It puts hooks around the forwards of the model: before one, the
+mask becomes the Batch (tokens.py) that a user's valid_tokens() would set; after it the outer Batch is back. An FMoE
+layer inside leaves the tokens out that the Batch says are padding.
 
 Masks have many forms: [B, S] of 0 and 1; [B, S, K] or [B, heads, S, K], boolean or additive, where a token that may
 not attend to itself is padding; a mapping with a mask for each kind of attention. With a key-value cache only the last

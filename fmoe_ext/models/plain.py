@@ -1,8 +1,8 @@
 """The model kind of plain PyTorch: nn.TransformerEncoderLayer, nn.TransformerDecoderLayer, and what match= points at.
 
-fmoefy asks it after all others (target.py says what a kind is). Torch's layers have their MLP inline, as linear1,
-activation, dropout, linear2: linear1 becomes the MoE layer and the other three do nothing. A module that match= points
-at must be an MLP by itself (recognize.read_mlp).
+fmoefy asks it after all others, and with match= it alone (target.py says what a kind is). Torch's layers have their MLP
+inline, as linear1, activation, dropout, linear2: linear1 becomes the MoE layer and the other three do nothing. A module
+that match= points at must be an MLP by itself (recognize.read_mlp).
 """
 
 from __future__ import annotations

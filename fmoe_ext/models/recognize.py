@@ -1,14 +1,14 @@
 """Read a dense MLP out of a module of any class by watching it compute: its weights, its activation, its dropout.
 
-fmoefy must know that a module computes  y = act(x @ w1^T + b1) @ w2^T + b2,  plain or gated, and nothing else. A probe
-calls it on random x while each of its linear layers returns random numbers h instead of its product:
+read_mlp() must know that a module computes  y = act(x @ w1^T + b1) @ w2^T + b2,  plain or gated, and nothing else. A
+probe calls it on random x while each of its linear layers returns random numbers h instead of its product:
 
     x --> [linear] h --?--> hidden --> [linear] y --?--> output
 
 Then the steps marked ? are seen alone: hidden must be the activation of h, for one of the activations that are known,
-and output must be y. In float64 that is decided to 13 digits, whatever dtype the weights have. A second probe in
-training mode shows the dropout. That a linear layer computes its weight and bias, and no adapter or scale beside them,
-is checked on its own (_weight_and_bias).
+and output must be y. h is in float64, which decides that to 13 digits whatever dtype the weights have; a module that
+fails with it is probed in its own dtype. A second probe in training mode shows the dropout. That a linear layer
+computes its weight and bias, and no adapter or scale beside them, is checked on its own (_weight_and_bias).
 """
 
 from __future__ import annotations

@@ -22,7 +22,7 @@ from fmoe_ext.transformer import FMoETransformerMLP
 
 
 def check(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
-    """Raise ValueError unless the layer, filled from dense, will give the output of dense."""
+    """Raise ValueError unless the layer, filled from dense without noise, will give the output of dense."""
     _total_weight(layer.gate)  # raises for gates whose weights have no constant sum
     if layer.latent is not None:
         raise ValueError(

@@ -110,8 +110,11 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
 
 
 def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
-    """Compare the logits of a base and a merged model: the largest difference, its share of the largest
-    logit, and the share of tokens whose most likely next token changed."""
+    """Compare the logits of a base and a merged model on 32 random tokens, in float32.
+
+    Returns the largest difference, its share of the largest logit, and the share of tokens whose most likely next token
+    changed.
+    """
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointError("--model needs transformers: pip install transformers")
     base.check()

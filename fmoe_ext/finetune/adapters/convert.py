@@ -7,7 +7,7 @@
     lora_A reads the input of the projection (out_in), or PEFT before 0.19 turned it around (in_out)
     columns of a flat lora_B lie by rank or by expert (packing.py)
 
-Two projections become one by blocks, with zeros where a factor belongs to the other one; the rank doubles:
+Two projections become one by blocks, with zeros where a factor belongs to the other one, and their ranks add up:
 
     a = [a_gate]    b = [b_gate   0 ]      unless they share a:   a = a_gate    b = [b_gate]
         [a_up  ]        [  0    b_up]                                               [b_up  ]

@@ -19,7 +19,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import Converted, as_in_modules, as_written
 from fmoe_ext.finetune.adapters.delta import module_of
 
-_Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]
+_Pair: TypeAlias = tuple[StoredTensor, StoredTensor, float]  # lora_A, lora_B, scaling
 
 
 class _ConvertedChanges:

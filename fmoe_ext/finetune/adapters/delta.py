@@ -23,7 +23,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
 
 _Rows: TypeAlias = slice | torch.Tensor
-_Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]
+_Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]  # {projection: (its factors, what their read() gave)}
 
 
 def interleaves(adapter: Adapter, of_base: BaseExperts | None) -> bool | None:

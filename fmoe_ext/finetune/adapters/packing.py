@@ -8,8 +8,8 @@ Column k of expert e (k < r) lies in one of two places. With E = 3 and r = 2:
 Columns start at zero and grow along the gradient of their expert, so that columns of one expert share its directions.
 Group the columns as one packing says, and take the mean |cosine| inside the groups: it is higher for the true
 packing than for columns that are grouped at random, by several standard deviations of random groupings, and the
-other packing's is not. A reading is believed if it leads by _MIN_MARGIN of them; else the file is "undecidable",
-and the user has to say. A randomized test, in statistics.
+other packing's is not. A reading is believed if it is _MIN_MARGIN of them above chance and above the other; else the
+file is "undecidable", and the user has to say. A randomized test, in statistics.
 """
 
 import math
@@ -20,7 +20,7 @@ import torch
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 RANK_MAJOR, EXPERT_MAJOR = "rank_major", "expert_major"  # column k * E + e, column e * r + k, of expert e
-_MIN_MARGIN = 4.0  # standard deviations between the two readings
+_MIN_MARGIN = 4.0  # standard deviations of a reading above chance, and above the other reading
 _NUM_SHUFFLES = 48  # random groupings, for the mean and standard deviation of what chance gives
 _MAX_ROWS, MAX_TENSORS = 256, 16  # that are looked at: enough to tell, also for a model of 48 layers
 

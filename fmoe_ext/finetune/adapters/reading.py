@@ -9,9 +9,9 @@ form of E experts' tensors:
     stacked   lora_A [E, r, in] and lora_B [E, out, r]
 
 Names do not tell two things about flat tensors. PEFT before 0.19 turned some models' factors around, so that lora_A
-does not read the input: widths decide that (_orientation). And columns of lora_B lie by rank or by expert: their values
-decide that (packing.py). What a file does not decide is "undecidable", and reading the factors is an error that asks
-for it.
+does not read the input: widths or the version decide that (_orientation). And columns of lora_B lie by rank or by
+expert: their values decide that (packing.py). What a file does not decide is "undecidable", and reading the factors is
+an error that asks for it.
 """
 
 import functools

@@ -10,7 +10,7 @@ directions matter:
 2. The bytes of Q replace those of W in the copies. Each layer is noted when its bytes are on the disk, so that a merge
    that was ended goes on after it.
 3. The last part of the text rounds nothing: on it the error is measured, against the error of leaving the adapter out.
-   The certificate has both, and a result that is not better is not written.
+   The certificate has both, and a result that is not better is refused unless it is forced.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def repack(
 ) -> dict[str, Any]:
     """Write a packed model with an adapter merged into it -> the certificate, also in out/merge_certificate.json.
 
-    source: a model that stream() reads, experts in MXFP4, int4 or Q4_K; it is only read. tokens: ids [N]
+    source: a model that stream() reads, experts in one of frozen.rounding.ROUNDED; it is only read. tokens: ids [N]
     int64; the last held_out of the sequences measures the error. None: rounds to the nearest values of the file's
     scales and measures nothing, for adapters that lora.fuse(quantize=) trained. memory: of stream().
     certificate["ratio"]: ||X (Q - (W + D))|| / ||X (W - (W + D))||, over all experts and for each layer and weight.

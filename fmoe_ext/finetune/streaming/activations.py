@@ -2,8 +2,8 @@
 
 A checkpointed layer keeps its input alone, [batch, tokens, width] for each layer: with long sequences these are
 what grows. SavedOnDisk puts hooks for saved tensors around a decoder's forward, which write them to an ActivationFile,
-and read them when the backward asks. The file has no name, and is written past the page cache (O_DIRECT), which would
-only move them to memory that the process is charged for as well.
+and read them when the backward asks. The file has no name, and is written past the page cache where the system can
+(O_DIRECT): the cache would only move them to memory that the process is charged for as well.
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class _Stored:
 
 
 class SavedOnDisk:
-    """Hooks of a decoder that put what its forward saves for the backward into a file, weights excepted."""
+    """Hooks of a decoder that put floats [batch, tokens, width] which its forward saves into a file; weights stay."""
 
     def __init__(self, decoder: nn.Module, stream: ExpertStream, file: ActivationFile) -> None:
         self.stream, self.file = stream, file

@@ -121,7 +121,7 @@ class ExpertStream:
         return self.pool.statistics
 
     def reset_statistics(self) -> None:
-        """Begins to count anew."""
+        """Begin to count anew."""
         self.pool.statistics = Statistics()
 
     def resident_tensors(self) -> list[Tensor]:

@@ -3,7 +3,8 @@
 experts_forward() of huggingface calls the Streamed that stream() gave a module. It takes one of three ways, by what is
 to be computed and what fits (Streamed._forward):
 
-    few    no gradients, and fewer choices than experts: the chosen experts alone, in slots that stay for later tokens
+    few    eval(), no gradients, and fewer choices than experts: the chosen experts alone, in slots that stay for later
+           tokens
     parts  two layers do not fit: parts of a layer, each computed while the next one is read
     whole  a layer in a buffer, while the next layers are read into the others
 

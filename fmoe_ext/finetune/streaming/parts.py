@@ -33,11 +33,11 @@ from fmoe_ext.recompute import is_repeated
 
 @dataclass(frozen=True)
 class _Call:
-    """One part of a call: its experts, their weights, and the class of their adapters."""
+    """Arguments of _Computed for one part of a call, beside tensors."""
 
-    experts: Any
-    weights: Borrowed
-    lora_type: type[Lora]
+    experts: Any  # the module, of the whole layer
+    weights: Borrowed  # of the part's experts
+    lora_type: type[Lora]  # of their adapters
 
 
 def compute_in_parts(
@@ -53,7 +53,8 @@ def compute_in_parts(
 ) -> Tensor:
     """Call huggingface.experts.compute part by part: x [T, D], topk_idx [T, K] -> [T, D].
 
-    weights: gives (w1, w2) of parts[i] in a phase; is_packed: whether they are Quantized. adapters: of w1 and w2.
+    weights: gives (w1, w2) of parts[i] in a phase; is_packed: whether they are Quantized. biases, adapters: of w1 and
+    w2, of all experts.
     """
     num_experts = parts[-1].end
     # _Computed returns gradients of its tensors alone, which are not the norm's

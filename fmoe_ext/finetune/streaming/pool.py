@@ -1,8 +1,9 @@
 """Keep experts of a streamed model in a fixed number of bytes, and read the next ones while these compute.
 
-budget.py says how many bytes a Pool has; Streamed (experts.py) asks it for a layer's weights. With memory for two
-layers a *part* is a layer. With less, a layer is cut so that PARTS parts fit. A step uses the parts in an order that is
-known beforehand. With three layers, 2' being the backward of layer 2:
+budget.py says how many bytes a Pool has; Streamed (experts.py) asks it for weights: whole(), part() or chosen(), and
+again() in a backward. With memory for two layers a *part* is a layer. With less, a layer is cut so that PARTS parts
+fit, or more. A step uses the parts in an order that is known beforehand. With three layers, 2' being the backward of
+layer 2:
 
     training    0 1 2 | 2 2' 1 1' 0 0' | 0 1 2 ...    a checkpoint repeats the forward of a layer before its backward,
                                                       which goes through the parts of the layer in reverse
@@ -11,7 +12,7 @@ known beforehand. With three layers, 2' being the backward of layer 2:
 The memory is used in one of two ways at a time:
 
 slots   For many tokens: a slot holds a part. The next parts are read while this one computes, each over the one whose
-        next use is furthest (Belady's rule, which no other order of reads beats).
+        next use is furthest (Belady's rule: no other choice needs fewer reads).
 caches  For few tokens without gradients: each layer has a region with slots for single experts. Which ones a token
         chooses is not known beforehand, so the least recently used gives its slot up.
 
@@ -135,7 +136,7 @@ def bytes_of_experts(layers: Sequence[Layer], count: int = 0) -> int:
 
 @dataclass
 class Statistics:
-    """Counts since the last reset()."""
+    """Counts since the last ExpertStream.reset_statistics()."""
 
     layers_read: int = 0
     parts_read: int = 0  # where two layers do not fit into the buffers
@@ -155,7 +156,7 @@ class Statistics:
 
     @property
     def bytes_per_token(self) -> float:
-        """Bytes read for each token of the calls that read chosen experts."""
+        """All bytes read, a prompt's layers among them, over the tokens of calls that read chosen experts."""
         return self.bytes_read / self.tokens if self.tokens else 0.0
 
 
@@ -304,7 +305,7 @@ class Pool:
             return not self._leases(after[0])
 
     def resize(self, num_bytes: int) -> None:
-        """Give the buffers another number of bytes, at most that of the start; what they hold is dropped.
+        """Give the buffers another number of bytes, at most that of the start; emptied unless the same slots remain.
 
         Does nothing while other threads compute with them: a later step asks again. Raises RuntimeError between a
         forward and its backward.

@@ -68,7 +68,7 @@ class Reader:
             self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fill the places of spans in `into` [num_bytes] uint8, transformed where they say so -> bytes that were read.
+        """Fill the places of spans in `into` [num_bytes] uint8, transformed where they say so -> bytes, with the gaps.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """

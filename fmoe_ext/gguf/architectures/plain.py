@@ -1,4 +1,4 @@
-"""Architectures without code of their own: their keys alone tell them apart. architecture.py explains the fields."""
+"""Architectures that are described by data alone; architecture.py explains the fields. Others have a file each."""
 
 from types import MappingProxyType
 
