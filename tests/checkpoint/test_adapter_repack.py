@@ -7,7 +7,7 @@ import shutil
 import numpy
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import fmoe_ext
 from fmoe_ext.checkpoint import CheckpointError
@@ -230,3 +230,15 @@ def test_text_without_a_held_out_part_is_refused(tmp_path):
         repack.repack(
             read_adapter(adapter, "rank_major"), source, tmp_path / "out", tokens(), seq_len=20, held_out=0
         )
+
+
+def test_text_for_an_adapter_without_experts_is_refused(tmp_path):
+    source, folder = made(tmp_path, "int4")
+    config = fmoe_ext.model_files.open_model(source).config
+    width = config.num_attention_heads * config.head_dim
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    tensors = {f"{name}A.weight": torch.ones(2, config.hidden_size), f"{name}B.weight": torch.ones(width, 2)}
+    save_file(tensors, folder / "adapter_model.safetensors")
+    with pytest.raises(CheckpointError, match="has no adapter of experts, which a text is for"):
+        repack.repack(read_adapter(folder), source, tmp_path / "out", tokens(), seq_len=20)
+    assert not list(tmp_path.glob("*out*"))

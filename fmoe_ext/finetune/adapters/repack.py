@@ -156,6 +156,10 @@ class _Repack:
 
     def take_text(self, tokens: torch.Tensor, seq_len: int, held_out: float) -> None:
         """Cut a text into sequences to round by and sequences to measure on."""
+        if not self.modules:
+            raise CheckpointError(
+                f"{self.adapter.folder} has no adapter of experts, which a text is for: --rounding nearest"
+            )
         config = self.model.config.get_text_config()
         size = max(e.num_experts for e in self.experts.values())  # so many experts need enough tokens
         calibration, measured = sequences(tokens, seq_len, held_out, size, config.vocab_size)
