@@ -1,7 +1,7 @@
 """Translate between a file's rope.scaling.* keys and Transformers' rope_parameters: linear scaling and YaRN.
 
-Any other key is an error, so that no scaling is lost; but "finetuned" says none, and the original length is for YaRN
-alone.
+Any other key is an error, so that no scaling is lost, but for two that change nothing: "finetuned", and the original
+length without YaRN.
 """
 
 import math

@@ -1,4 +1,4 @@
-"""LoRA adapters of experts in every layout that tools write: fmoe adapter check, convert, merge (docs/adapters.md).
+"""LoRA adapters of experts in the layouts that tools write: fmoe adapter check, convert, merge (docs/adapters.md).
 
 An adapter changes a weight by scaling * b @ a. Tools agree on that and on little else: one tensor may hold the
 factors of all experts, gate and up may be one parameter or two, and old versions have a and b the other way round.
