@@ -69,9 +69,9 @@ def convert(
 ) -> None:
     """Write an adapter to a new folder in one of LAYOUTS; atomically.
 
-    base: the model, for what the adapter does not say about it. check: where the installed PEFT reads the layout, it
-    must read the same adapter from the folder. Raises CheckpointError for what the layout cannot hold, and for what
-    PEFT would read otherwise.
+    base: the model, for what the adapter does not say about it. check: where PEFT is installed and reads the layout, it
+    must read the same adapter from the folder; not checked without base, and per-expert is then refused. Raises
+    CheckpointError for what the layout cannot hold, and for what PEFT would read otherwise.
     """
     # What the layout cannot hold is an error before anything is written.
     layout = LAYOUTS[to]
