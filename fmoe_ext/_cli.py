@@ -1,4 +1,4 @@
-"""Share between all commands: checked numbers, exit statuses, errors without tracebacks.
+"""Parts that all commands share: checked numbers, exit statuses, errors without tracebacks.
 
 Exit statuses (docs/commands.md):
     0    done

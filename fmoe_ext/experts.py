@@ -345,7 +345,7 @@ class SharedExperts(nn.Module):
 
     @torch.no_grad()
     def begin_with_zero(self) -> None:
-        """Makes the result zero until training changes it."""
+        """Make the result zero until training changes it."""
         for p in self.mlp.h4toh.parameters():
             p.zero_()
 

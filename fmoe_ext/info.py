@@ -1,4 +1,4 @@
-"""The command `fmoe info`: facts for a bug report; or of a model, what is in its files and what fits in here."""
+"""The command `fmoe info`: facts for a bug report; or what is in a model's files, and whether memory holds it."""
 
 import argparse
 import importlib.util
@@ -87,7 +87,8 @@ def of_model(
 
     memory: bytes for the model, or a text as "8GiB" (memory_of). length, batch: tokens of a sequence and sequences of
     the step. tflops: what the machine reaches, in 10^12 operations a second; by default it is measured with a product
-    of matrices. Raises CheckpointError for files that open_model() refuses, ValueError for a model without layers.
+    of matrices. Raises CheckpointError for files that open_model() refuses, ValueError for another memory, and
+    for a configuration that planning.sizes cannot count.
     """
     # not at the top: a bug report needs none of them
     from fmoe_ext.finetune.streaming.budget import least_memory

@@ -68,13 +68,13 @@ class FMoE(SpreadLayer):
       which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
       expert(rows) or, if their forward cannot be called without a second argument or names it fwd_expert_count, as
       expert(rows, number of rows [1]); a wrapper that takes *args, as torch.compile's, is called as what it wraps.
-      Each needs the counts on the host.
+      Separate experts need their numbers of rows on the host.
     gate_hook(topk_idx, topk_weights, None) is called after the gate.
     mask (one entry a token) and mask_dict: a token with mask != 0 goes to no expert; its expert output is
       mask_dict[its mask] (scalar, [*] or [K, *]), or zero if that is missing, weighted as usual.
     parallel: how the layer is spread over ranks (ParallelLayout). Its fields are also keywords of FMoE, as in FastMoE:
       world_size, moe_group, slice_group (mp_group is its old name), and gate_group, overlap_degree,
-      max_rows_per_rank, exchange.
+      max_rows_per_rank, exchange, wire.
     device, dtype: of the parameters. They are drawn in that dtype by experts in one module; those of a gate and of
       separate experts are drawn as these draw them, and cast.
     renormalize=True scales the weights of a token that lost choices to their sum before; otherwise lost
@@ -174,7 +174,7 @@ class FMoE(SpreadLayer):
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
         choices. FMoELinear casts tokens to the dtype of its weights, which is that of the result; under autocast the
-        operators choose it. Only float64 tokens of other weights are refused.
+        operators choose it. float64 tokens with other weights are refused.
         valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
         reach no expert, loss, capacity or counter, and their output is zero; everything else is as in the batch without
         them, to the bit: forward(x, valid)[valid] is forward(x[valid]). (In another batch a token's last bits may

@@ -100,7 +100,7 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 class NotesHooks(nn.Module):
     """A module that knows whether it has hooks; PyTorch has no public way to ask.
 
-    It keeps the handle of each hook that is registered, and asks the handle whether the hook is still there.
+    It keeps the handle of each forward and full backward hook, and asks the handle whether the hook is still there.
     """
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
@@ -299,8 +299,9 @@ def other_device(inp: torch.Tensor, weight: torch.Tensor) -> str:
 def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute F.linear in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
 
-    inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of their dtypes and float32. Keeps inp and
-    weight as they are for backward; inside fmoe_ext.batch_invariant(), where our own kernels compute it, wide copies.
+    inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of float32 and the dtypes of inp and
+    weight. Keeps these two as they are for backward; inside fmoe_ext.batch_invariant(), where our kernels compute it,
+    wide copies.
     Raises RuntimeError for widths that differ, as F.linear does.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """

@@ -1,4 +1,4 @@
-"""Open and check a model's files once: the one door of stream, prune, repack, info and whatever else reads models.
+"""Open and check a model's files, a folder's or a GGUF file, for stream, prune, repack, info and formats.quantized.
 
     files = open_model("Qwen/Qwen3-30B-A3B")    a name in the hub's cache, a folder, a GGUF file, the first part of one
     files.config                                what Transformers computes

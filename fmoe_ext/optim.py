@@ -169,7 +169,7 @@ def orthogonalize(
 
 
 def _check(param: Tensor, matrices: int) -> None:
-    """Raise ValueError unless Muon can take a parameter of so many matrices, one below the other."""
+    """Raise ValueError unless Muon can take a parameter in which `matrices` matrices lie one below the other."""
     if param.dim() not in (2, 3) or not param.is_floating_point():
         raise ValueError(
             "Muon is for matrices [M, N] and stacks of them [E, M, N], but got a parameter "

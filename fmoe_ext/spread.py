@@ -131,7 +131,7 @@ class SpreadLayer(nn.Module):
         self.expert_placement = torch.tensor(order, device="cpu")
 
     def mark_parallel_comm(self, expert_dp_comm: str = "none") -> None:
-        """Tag the experts' parameters with expert_dp_comm and the gate's with "gate"."""
+        """Tag the experts' parameters with expert_dp_comm, and those that every token passes with "gate"."""
         self._expert_dp_comm = expert_dp_comm
         self._mark_parameters(expert_dp_comm)
 

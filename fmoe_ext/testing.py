@@ -1,6 +1,6 @@
 """Test layers, also your own: assert_close() against a float64 truth, run_distributed() on gloo processes.
 
-Whatever fails on a rank, the error has the text of every rank, and no process is left.
+If a rank fails, the error has the text of each one that failed, died or did not finish, and no process is left.
 """
 
 import contextlib

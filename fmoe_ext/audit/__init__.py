@@ -45,7 +45,7 @@ __all__ = [
 
 
 class _CallableModule(ModuleType):
-    """fmoe_ext.audit is both the module and its function, as time.time would be if it were spelled once."""
+    """The module fmoe_ext.audit, which is its function audit() too."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> AuditReport:
         return audit(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Lengths of texts at which a model of Transformers computes otherwise: windows, chunks, rotary positions.
 
-A text that is shorter says nothing about longer ones. Rotary positions are asked: the registry of Transformers has a
-function for each type, which is given shorter and longer texts until its frequencies change. Other lengths are read
-from fields of the configuration and attributes of modules by their names.
+A shorter text says nothing about longer ones: audit_rollout() has a text pass such a length, or names it. Rotary
+positions are asked: the registry of Transformers has a function for each type, which is given shorter and longer texts
+until its frequencies change. Other lengths are read from fields of the configuration and attributes of modules by name.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Recipes and models that a user names, in a form that other processes can import."""
+"""Recipes and models that a user names or gives: sendable() makes what recipe_at() takes in every other process."""
 
 from __future__ import annotations
 

@@ -71,7 +71,7 @@ class Gate:
 class ChoiceLog:
     """Writes the choices of a model's gates; made by log_choices().
 
-    every: one of so many steps is written. Whenever the file would grow over max_bytes, it loses every second of its
+    every: one of `every` steps is written. Whenever the file would grow over max_bytes, it loses every second of its
     steps, and `every` doubles.
     """
 

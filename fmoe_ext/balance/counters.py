@@ -18,7 +18,7 @@ import torch
 
 from fmoe_ext.step import count_choices
 
-_ENTROPY_SAMPLE = 512  # about so many tokens of a forward have their entropy computed
+_ENTROPY_SAMPLE = 512  # tokens of a forward whose entropy is computed, at least; less than twice as many
 _MAX_NOTED = 32  # forwards that are summed up together: costs little more than one
 
 

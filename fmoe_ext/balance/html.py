@@ -1,4 +1,4 @@
-"""Make the parts of an HTML page that needs nothing else: style, tables, tiles, pictures of numbers.
+"""Make the parts of page.py's HTML, which needs no other file: style, tables, tiles, pictures of numbers.
 
 A picture is a PNG of one pixel a number, written here and stretched by the browser, inside the page as base64. Its
 colours are transparent at an even share, so that it suits a light page and a dark one.

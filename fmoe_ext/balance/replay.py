@@ -63,7 +63,7 @@ class RoutingReplay:
         self.views = views_of(model, "record")
         self.gates = {name: view.module for name, view in self.views.items()}
         self.choices: dict[str, list[Choices]] = {}
-        # the lists of the last record(): a gate of its own may choose an expert twice, arrays from outside may not
+        # the lists of the last record(): a gate may choose an expert twice (SwipeGate), arrays from outside may not
         self._recorded: dict[str, list[Choices]] = {}
 
     @contextmanager

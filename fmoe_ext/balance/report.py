@@ -2,7 +2,7 @@
 
 The logs are read three times, a record at a time, so that a run of any length fits the memory:
 
-1. for its steps, which are put into at most _MAX_BINS bins, each of as many steps that follow one another;
+1. for its steps, which are put into at most _MAX_BINS bins of consecutive steps, about as many in each;
 2. for the load of each expert in each bin, and how often two experts share a token;
 3. for the tokens of the notable experts: the load has shown which are overloaded, busiest or dead.
 """

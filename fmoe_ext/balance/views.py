@@ -7,7 +7,7 @@ A Tape stands between a gate and its choices: it records what the gate picks, or
                                             and after the forward put a TorchFunctionMode around it, which hands this
                                             call to the tape. Scores, weights, losses and gradients stay the router's.
 
-Routers are recognised by their attributes, not by their classes, so that neither library is imported.
+Routers are recognised by attributes and by the class's name, so that neither library is imported.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ class _Running(threading.local):
 
 
 class RouterView(GateView):
-    """A router of another library, whose forward hooks change.
+    """A router of another library, whose forward our hooks change.
 
     Under activation checkpointing the second forward, in the backward, gets the choices of the first. The backward may
     come after the block of taped(): the hooks stay until remove().

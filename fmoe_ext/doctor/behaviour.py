@@ -1,8 +1,9 @@
 """Check evaluation, recomputation, checkpoints, options and adapters; examine.py runs these functions.
 
-Each check compares two runs that must be equal (or, for an option, different):
+Each check but drops(), which counts rows, compares two runs that must be equal (or, for an option, different):
 
 * evaluation: two evaluations with other random numbers; the choices of training and of evaluation
+* repeatable: two forwards from the same random numbers
 * recomputation: a step, and the same step with every layer computed again in the backward
 * bias_once: a step of one microbatch, and of two
 * bias_padding: a step of the batch, and of the batch with padding

@@ -1,6 +1,6 @@
 """The Case that examine.py hands to every check: the model in float64, one training forward of it, and shared steps.
 
-Each check runs on a copy of its own, from the same random numbers, so that no check sees what another has left behind.
+Each check runs on copies of its own, so that none sees what another has left; run() and stepped() seed all runs alike.
 Below are the small functions on batches and outputs that several checks use.
 """
 

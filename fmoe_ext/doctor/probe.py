@@ -31,7 +31,7 @@ Prepare: TypeAlias = Callable[[Layer, dict[str, nn.Parameter]], None]
 _MOVE = 1e-2  # relative move of an expert's values: the output is linear in it within 1 %
 NEAR = 0.1  # added to a score: moves weights, and few choices
 _MOST_MEASURED = 16  # experts that are all measured, each in a run of its own
-_MANY = 8  # of more experts only so many are measured, those that were chosen most often
+_MANY = 8  # experts that are measured where there are more, those that were chosen most often
 _ZERO = 1e-12  # relative to the largest move; smaller ones are rounding: an unused expert moves nothing
 
 

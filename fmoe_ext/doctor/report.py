@@ -117,7 +117,7 @@ class Report:
 
     @property
     def wrong(self) -> list[Finding]:
-        """The violated invariants."""
+        """The findings of violated invariants."""
         return [finding for finding in self.findings if finding.verdict == WRONG]
 
     @property

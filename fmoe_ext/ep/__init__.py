@@ -7,10 +7,11 @@ Where one forward goes:
     token_exchange.py, node_exchange.py, buffer_exchange.py    the same phases with fewer rows, or by DeepEP
     plan.py, static.py   how many rows go where: counted by the ranks, or a fixed number of each
     exchange.py          the collectives under it, over the group or a communicator of our own
-    traced.py            the same of a compiled graph
+    traced.py, wire.py   the same of a compiled graph; rows in 8 bits on their way
 
 Beside it: placement.py (which rank holds which expert), shadowing.py (experts that come to their tokens), cost.py (what
-a step should take), ranks.py (what ranks share beside experts), wrappers.py (who must not wrap them).
+a step should take), ranks.py (what ranks share beside experts), wrappers.py (who must not wrap them), process_groups.py
+(groups by name).
 """
 
 from collections.abc import Iterator

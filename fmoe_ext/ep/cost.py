@@ -6,7 +6,7 @@ A step lasts as long as its slowest rank:
     compute     rows of its experts * FLOP of a row / throughput
     shadowing   weights of shadowed experts there, their gradients back; their tokens stay where they are
 
-shadowing.py and tuning.py choose by it, and `fmoe simulate` reports it; planning/layouts.py takes its Hardware alone.
+shadowing.py and tuning.py choose by it, `fmoe simulate` reports it; planning/layouts.py, info.py take Hardware alone.
 """
 
 from __future__ import annotations

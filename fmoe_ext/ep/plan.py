@@ -1,6 +1,6 @@
 """Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange (make_plan).
 
-ExactPlan sends each row once, in sizes that one copy to the host brings: the only wait of a layer. TracedPlan does so
+ExactPlan sends each row once, in sizes that one copy to the host brings: its only wait. TracedPlan does so
 in a compiled graph. StaticPlan sends every rank max_rows_per_rank rows, some of them padding, so that nothing waits for
 sizes.
 

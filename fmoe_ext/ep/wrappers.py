@@ -114,7 +114,7 @@ def running_deepspeed() -> Any:
 
 
 def _running_modules() -> Iterator[nn.Module]:
-    """Find the modules whose forward is running, innermost first, each once."""
+    """Find the modules that have a method on the stack, innermost first, each once."""
     # torch's hooks for all modules would know them too, but slow every module of the process; this runs once a layer.
     seen: set[int] = set()
     frame: FrameType | None = inspect.currentframe()

@@ -19,8 +19,8 @@
     UniformGate         in turn, for benchmarks                 construction
 
 E is the number of experts, f_e the share of choices that are expert e, c_e that of first choices, p_e its mean
-probability (m_e in GShard's paper; losses.py). ZeroGate, for tests, takes expert 0. A gate is its own file; ScoredGate
-has what most share: groups, capacity, jitter, balance losses.
+probability (m_e in GShard's paper; losses.py). ZeroGate, for tests, takes expert 0. A gate and its variants are in
+one file; ScoredGate has what those that rank by a score share: groups, capacity, jitter, balance losses.
 """
 
 from collections.abc import Callable, Mapping

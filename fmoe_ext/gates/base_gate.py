@@ -8,7 +8,7 @@
   gets pick(), which the step remembers; for the repetition the layer gives the gate a tape (recompute.Repeat) that
   plays them back. balance.RoutingReplay records and plays through the same place. Each thread has a tape of its own.
   topk() is choose() for gates that take the best logits; it weighs them in the same operator.
-* Ranks: counts, losses and capacities are over the tokens of all ranks that share the gate's experts.
+* Ranks: counts, losses and capacities are over the tokens of a group, by default of all ranks that share the experts.
 """
 
 import threading
@@ -29,7 +29,7 @@ from fmoe_ext.step import is_counted, note_selected
 
 
 class Ranks(Protocol):
-    """Sums over all ranks that share a gate's experts, for its counts, losses and capacities."""
+    """Sums over the ranks whose tokens count together, for a gate's counts, losses and capacities."""
 
     @property
     def rank(self) -> int: ...

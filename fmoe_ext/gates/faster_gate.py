@@ -1,7 +1,7 @@
 """FasterGate: few tokens leave their node, as the links between nodes are slow (FasterMoE).
 
-Only the first choice of a token may be on another node, and of few tokens; a gate therefore knows on which node it is
-(gen_faster_gate).
+Where too many tokens have their first choice on another node, the best of these keep it, and all other choices stay on
+the node of the gate, which therefore has to know its node (gen_faster_gate).
 """
 
 import functools

@@ -67,7 +67,7 @@ class GShardGate(GateOverRanks):
         return self._why_it_drops(self.capacity[0 if self.training else 1])
 
     def _why_it_drops(self, factor: float) -> str | None:
-        # even if all tokens choose one expert; of so many tokens that rounding up makes no difference
+        # even if all tokens choose one expert; of many tokens, where rounding up makes no difference
         many = 2**20 * self.num_experts
         if self.expert_capacity(factor, many) >= many:
             return None
@@ -115,7 +115,7 @@ class DCGate(GShardGate):
     """GShardGate with FastMoE's earlier capacity, which is not divided by the number of experts.
 
     An expert takes ceil(capacity * T / world_size) choices, T the tokens of all ranks; FastMoE counts the tokens of
-    each rank instead, which is the same for equal batches. On one rank nothing is dropped for a capacity >= 1.
+    each rank instead, which is the same for equal batches. On one rank no expert is over a capacity >= 1.
 
     Example:
 

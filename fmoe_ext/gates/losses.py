@@ -6,8 +6,8 @@
 E sum_e f_e p_e is 1 when both are even (Shazeer et al., 2017; Switch Transformer, 2021). Gates call the losses and keep
 them; total_loss() sums what the gates of a model have kept.
 
-scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; ranks answers for all ranks that
-share the experts (OneRank for one). A loss that several ranks compute is the loss of all their tokens together.
+scores [T, E] are probabilities of the experts, topk_idx [T, K] the choices; ranks answers for all ranks whose
+tokens count together (OneRank for one). A loss that several ranks compute is the loss of all their tokens together.
 """
 
 import warnings

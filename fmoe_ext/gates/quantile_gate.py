@@ -93,7 +93,7 @@ class QuantileGate(ScoredGate):
         return True
 
     def after_optimizer_step(self) -> None:
-        """Call update_bias(), by itself at the optimizer's step."""
+        """Call update_bias(); optimizer_steps.py calls this after an optimizer's step."""
         super().after_optimizer_step()
         self.update_bias()
 

@@ -1,6 +1,6 @@
 """ScoredGate: the base of gates that rank experts by a score, and even out their loads by a loss, a bias or a rule.
 
-A forward has four parts, and a subclass changes one of them:
+A forward has four parts, and a subclass changes some of them:
 
     logits(x) [T, E] -> select(logits): topk_idx, topk_weights [T, K] -> set_balance_loss() -> drop over the capacity
 
@@ -47,7 +47,7 @@ BALANCE_LOSSES = ("global", "running", "sequence")
 
 
 class ScoredGate(GateOverRanks):
-    """Base class of SoftmaxGate, SigmoidGate, SinkhornGate and UniformGate; subclasses name their score.
+    """Base class of Softmax-, Sigmoid-, Quantile-, Sinkhorn-, Hash- and UniformGate; subclasses name their score.
 
     * normalize divides the K weights by their sum (and norm_eps more), scale multiplies them afterwards;
     * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen; a group ranks

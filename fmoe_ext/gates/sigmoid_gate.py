@@ -104,7 +104,7 @@ class SigmoidGate(ScoredGate):
         return self.bias_update_speed > 0
 
     def after_optimizer_step(self) -> None:
-        """Call update_bias(), by itself at the optimizer's step."""
+        """Call update_bias(); optimizer_steps.py calls this after an optimizer's step."""
         super().after_optimizer_step()
         if self.moves_bias:
             self.update_bias()

@@ -1,6 +1,6 @@
-"""The operators: one file each, with the public function, its fake kernel, its gradient and its oracle (`*_ref`).
+"""The operators: a file each, with the public function, its fake kernel, its oracle (`*_ref`) and any gradient it has.
 
-Importing this package loads the native modules; it is the only place that does.
+Importing this package loads the native modules _C and _C_cuda; no other place does (ep/exchange.py loads _C_nccl).
 """
 
 import importlib

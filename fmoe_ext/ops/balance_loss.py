@@ -27,7 +27,7 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
     logits [T, E]; counts [E] int64, the choices of each expert, without gradient -> scalar of the dtype of logits, 1
     where experts are chosen equally often. A probability is the score, softmax(logits) or sigmoid(logits), divided by
     the sum of the token's scores. Shazeer et al. 2017, the Switch Transformer (2021).
-    On the CPU, in float32 and float64, this is one operator, which keeps nothing but the logits for the backward.
+    On the CPU, in float32 and float64, this is one operator, which keeps logits and counts alone for the backward.
     Raises RuntimeError for another score or for counts of another shape or dtype.
     Equivalent to: E * (counts / counts.sum() * logits.softmax(-1).mean(0)).sum().
 

@@ -1,4 +1,4 @@
-"""torch's functions with one order of sums, which batch_invariant() puts in their place on its thread.
+"""torch's functions with one order of sums, which batch_invariant() puts in their place on its thread (REPLACEMENTS).
 
 A token's bits depend on its batch wherever torch chooses how to compute by the size of a tensor:
 
@@ -10,7 +10,7 @@ A token's bits depend on its batch wherever torch chooses how to compute by the 
 * silu and others use another exponential function for elements after the last whole vector of a thread's part. Here
   each part is made whole.
 
-What torch computes alike at every place (exp, cos, tanh, layer_norm, products of elements) is left alone. This was
+What torch computes alike at every place (exp, cos, tanh, layer_norm, real products of elements) is left alone. This was
 found by trying: tests/ops/test_in_order.py repeats it for the torch that is installed.
 """
 
@@ -323,7 +323,7 @@ def _of_elements(func: Any, input: Any, *args: Any, **options: Any) -> Any:
 
 
 def whole_vectors(num: int) -> int:
-    """Return the next size that torch cuts into whole vectors: 32,768 elements or more a part, of gelu equal parts."""
+    """Return the next size whose parts are whole vectors: one part for 32,768 elements, of gelu one for each thread."""
     threads, vectors, few, part = torch.get_num_threads(), 64, 16384, 32768
     while True:
         parts = math.lcm(min(threads, -(-num // part)), threads) if num > few else 1

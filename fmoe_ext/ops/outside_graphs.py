@@ -41,7 +41,7 @@ def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
 
 class _Late(ModuleType):
-    """Disables a function at its first call in a graph.
+    """Disables a function at its first call in a graph, or after torch._dynamo was imported.
 
     It is a module because the compiler reads attributes of modules as they are, and traces those of other objects.
     """

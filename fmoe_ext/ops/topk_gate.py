@@ -4,7 +4,7 @@
 
 The choice has no gradient. The weights have one, which a backward computes from logits and choices alone, so no scores
 are kept. Experts are compared by logit where that orders them as their scores do: two large logits may have the same
-softmax after rounding, and which expert is better must not depend on that. Three forms with the same bits:
+softmax after rounding, and which expert is better must not depend on that. Three forms, equal bits for equal choices:
 
 * topk_gate is the operator, with its gradient as a node of autograd;
 * topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer each node and

@@ -1,4 +1,4 @@
-"""Pipeline parallelism for models with experts: split() and Pipeline cut a model over processes."""
+"""Pipeline parallelism for models with experts: split() cuts them into stages, Pipeline trains these."""
 
 from typing import NoReturn
 

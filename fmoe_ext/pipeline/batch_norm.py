@@ -1,6 +1,7 @@
 """Keep batch norms from counting a microbatch twice under a checkpoint, which runs its forward again in the backward.
 
-The second forward runs with momentum 0 (the running mean and variance stay) and gets its count of batches back.
+Recomputing is the context of the second forward (stage.py, compat's Pipe): momentum is 0 in it, so that running mean
+and variance stay, and the count of batches is set back.
 """
 
 from collections.abc import Iterable

@@ -2,7 +2,7 @@
 
 torch's schedules send tensors of one shape, but microbatches may have unequal numbers of rows, or none. So a stage
 pads what it sends to the rows of the largest microbatch and cuts what it gets: layers see only rows that are
-there. Only numbers of microbatches travel through the schedule; the values of the batch are in the stage.
+there. The schedule gets the numbers of microbatches in place of the batch, whose values the stage has.
 
     received [most_rows, *] -> _Enter or cut -> [rows, *] -> layers -> [rows, *] -> _Leave -> sent [most_rows, *]
 
@@ -41,7 +41,7 @@ class Boundary:
         return cls(tuple(tuple(x.shape[1:]) for x in parts), tuple(x.dtype for x in parts))
 
     def examples(self, rows: int) -> tuple[Tensor, ...]:
-        """Make tensors without content of so many rows, as torch's PipelineStage wants to see them."""
+        """Make tensors of this many rows without content, as torch's PipelineStage wants to see them."""
         return tuple(
             torch.empty(rows, *shape, dtype=dtype, device="meta", requires_grad=dtype.is_floating_point)
             for shape, dtype in zip(self.shapes, self.dtypes, strict=True)
@@ -65,8 +65,8 @@ class Microbatches:
 class Stage(nn.Module):
     """Consecutive layers of a model. Part of split()'s result; Pipeline runs it.
 
-    index, num_stages: its place. inputs, outputs: tensors that it receives and sends. parts: the modules of the
-    model that it uses, under their names in the model.
+    index, num_stages: its place. inputs, outputs: shapes and dtypes of what it receives and sends. parts: the modules
+    of the model that it uses, under their names in the model.
     Microbatches come padded to one number of rows, as the schedules of torch need it; the layers see only rows that are
     there, so that gates, capacities and batch norms count no padding.
     """

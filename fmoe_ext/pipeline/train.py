@@ -262,7 +262,7 @@ class Pipeline:
             stage.begin(microbatches)
 
     def _make_schedule(self, rows: int) -> Any:
-        """Make torch's schedule and stages for microbatches of so many rows; the first stage gets numbers instead."""
+        """Make torch's schedule and stages for microbatches of this many rows; the first stage gets their numbers."""
         number = torch.empty(1, dtype=torch.int64, device="meta")
         self._timed = made = []
         for stage, wrapped in zip(self.stages, self._wrapped, strict=True):

@@ -1,4 +1,4 @@
-"""torch's FSDP2: fully_shard() of every block and of the model."""
+"""torch's FSDP2 under the audit: parallelize() of a recipe returns shard_blocks(model)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Megatron-core: DistributedDataParallel, and experts of MoELayer over ranks (SequentialMLP)."""
+"""Megatron-core under the audit: parallelize() of a recipe returns a DataAndExpertParallel.
+
+It has DistributedDataParallel, and experts of MoELayer over ranks (SequentialMLP).
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,9 @@ _REFUSED = MappingProxyType(  # sizes of parallel_state
 
 
 class DataAndExpertParallel(Parallel):
-    """model: built for this rank, after initialize_model_parallel(); whole: the same in one process.
+    """model: built for this rank, after initialize_model_parallel().
 
+    It gets the parameters of whole, the same model in one process.
     on_cpu: a context in which Megatron runs without a GPU. ddp: fields of DistributedDataParallelConfig. Every rank
     gets its own part of each batch. Raises AuditError for other kinds of parallelism, experts in one stacked weight and
     a distributed optimizer.

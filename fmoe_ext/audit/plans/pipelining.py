@@ -1,4 +1,4 @@
-"""torch.distributed.pipelining: stages of a model and a schedule of microbatches."""
+"""torch.distributed.pipelining under the audit: parallelize() of a recipe returns a Staged."""
 
 from __future__ import annotations
 

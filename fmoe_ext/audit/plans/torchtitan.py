@@ -1,4 +1,4 @@
-"""torchtitan's parallelize functions: FSDP of its decoders, and experts over ranks."""
+"""torchtitan under the audit: parallelize() of a recipe returns a Decoder, with FSDP and experts over ranks."""
 
 from __future__ import annotations
 

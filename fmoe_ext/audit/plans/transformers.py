@@ -1,4 +1,7 @@
-"""Plans of Transformers: tensor parallelism, expert parallelism and FSDP2, as from_pretrained() applies them."""
+"""Transformers under the audit: parallelize() of a recipe returns from_pretrained(model, ...).
+
+So the plans of Transformers are audited: tensor parallelism, expert parallelism and FSDP2.
+"""
 
 from __future__ import annotations
 
