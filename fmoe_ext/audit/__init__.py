@@ -7,9 +7,10 @@
 A parallel training has a truth: the same steps in one process on the whole batch. The audit computes it first,
 then runs the plan on as many processes of this machine as it has ranks. They talk over gloo, so that no GPU is needed,
 and begin with the same parameters. Every rank compares what it computes, in the order of a step: outputs, loss,
-gradients, the norm of clipping, clipped gradients, parameters. In float64 rounding stays below 1e-12, so that any
-larger difference is a fault: a mean taken for a sum, a loss of the padding, experts in the wrong order. The first
-tensor over the bound is where it happened; all later ones follow from it.
+gradients, the norm of clipping, clipped gradients, parameters. In float64 rounding stays below 1e-12 (1e-6 for models
+of Transformers, which compute parts in float32), so that any larger difference is a fault: a mean taken for a sum, a
+loss of the padding, experts in the wrong order. The first tensor over the bound is where it happened; all later ones
+follow from it.
 
 `python -m fmoe_ext.audit module:function` does it from a shell, with an exit code for CI. docs/audit.md says more.
 """

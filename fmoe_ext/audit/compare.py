@@ -67,8 +67,8 @@ def check_finite(history: Sequence[Truth]) -> None:
 def compare(number: int, ours: Step, truth: Truth, rank: int, share: tuple[int, int]) -> list[Difference]:
     """Return the distance of every tensor of a step from the truth, in the order of the step.
 
-    share: (index, number of parts): the part of the batch that this rank has, and its outputs with it. Gradients come
-    in the order of the backward.
+    number: of the step. share: (index, number of parts): the part of the batch that this rank has, and its outputs with
+    it. Gradients come in the order of the backward.
     """
     found = []
     for quantity in QUANTITIES:

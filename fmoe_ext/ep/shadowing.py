@@ -32,7 +32,7 @@ def choose_shadows(
 ) -> tuple[int, ...]:
     """Choose the places of experts to shadow: the most loaded first, as many as make the expected step shortest.
 
-    The search ends 8 experts past the best number so far.
+    load: rows of the expert at each place. The search ends 8 experts past the best number so far.
     """
     by_load = sorted(range(len(load)), key=lambda place: (-load[place], place))
     best = step_time(load, num_ranks, layer, hardware).total

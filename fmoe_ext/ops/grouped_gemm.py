@@ -47,7 +47,7 @@ def grouped_gemm(
     """Multiply the rows of each expert by its weight: y = x @ weight[e].T + bias[e] on offs[e-1]:offs[e].
 
     x [R, D], weight [E, N, D], bias [E, N] of one floating dtype, offs [E] int32 -> y [R, N].
-    transposed: weight is [E, D, N], as GPT-OSS stores it, and is neither copied nor is its gradient.
+    transposed: weight is [E, D, N], as GPT-OSS stores it; outside of torch.func neither it nor its gradient is copied.
     main_grad: where backward adds the gradient of weight, instead of returning it; not with transposed. torch.compile
     then breaks the graph here, and refuses with fullgraph=True.
     Rows at or after offs[-1] are ignored and give zeros; an expert without rows gets zero gradients.

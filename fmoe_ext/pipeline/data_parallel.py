@@ -22,7 +22,10 @@ from fmoe_ext.pipeline.stage import Stage
 
 
 class TiedParameters:
-    """The parameters that stages of different ranks share: one value, and the sum of the stages' gradients."""
+    """The parameters that stages of different ranks share: one value, and the sum of the stages' gradients.
+
+    places: for each rank of the pipeline the numbers of its stages.
+    """
 
     def __init__(self, stages: Sequence[Stage], places: list[list[int]], pp_group: dist.ProcessGroup):
         # Which ranks of the pipeline have each parameter.
@@ -78,7 +81,7 @@ class TiedParameters:
         self._kept = []
 
 
-DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")
+DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")  # Pipeline(data_parallel=), `name` in these functions
 
 
 def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGroups) -> None:

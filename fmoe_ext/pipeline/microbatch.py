@@ -1,4 +1,4 @@
-"""Helpers for the values of a batch and its microbatches, and the usual loss: a sum over tokens, and their count."""
+"""Helpers of split, Pipeline and Pipe for microbatches' values; the usual loss: a sum over tokens, and their count."""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias
