@@ -170,7 +170,7 @@ class FusedExperts(nn.Module):
     the biases if bias=False. A gated activation (GATED_ACTIVATIONS, or a callable with is_gated=True, as
     GatedActivation) has 2H rows in htoh4: gate, then up. An activation that activation_name() maps runs inside one
     operator; any other callable runs between two grouped GEMMs, which is slower and keeps more for the backward, the
-    clamped SwiGLUs of GatedActivation as one operator each way.
+    clamped SwiGLUs of GatedActivation as one operator each way on CPUs.
     gradient_accumulation_fusion: backward adds the gradients of both weights, not rounded, to their main_grad
     (ops.MainGrad) and leaves grad alone; biases get grad as ever. As in Megatron-LM, whose
     DistributedDataParallel reduces main_grad; RuntimeError in backward for a weight without one.

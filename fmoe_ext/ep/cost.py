@@ -2,7 +2,7 @@
 
 A step lasts as long as its slowest rank:
 
-    exchange    4 times latency + bytes / bandwidth: there and back, in the forward and in the backward
+    exchange    4 (latency + bytes / bandwidth): there and back, in the forward and in the backward
     compute     rows of its experts * FLOP of a row / throughput
     shadowing   weights of shadowed experts there, their gradients back; their tokens stay where they are
 

@@ -29,7 +29,7 @@ from fmoe_ext.step import is_counted, note_selected
 
 
 class Ranks(Protocol):
-    """Sums over the ranks whose tokens count together, for a gate's counts, losses and capacities."""
+    """Sums over the ranks whose tokens count together, for a gate's counts, losses and capacities; see OneRank."""
 
     @property
     def rank(self) -> int: ...

@@ -1,4 +1,4 @@
-"""SwipeGate: a rank never gets more choices than its own tokens make; what is over moves to ranks with room.
+"""SwipeGate: no rank gets more choices in training than its own tokens make; what is over moves to ranks with room.
 
 All ranks gather all choices and fill the same queues, so that each knows where its own go without a second exchange:
 

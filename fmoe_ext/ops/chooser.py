@@ -1,4 +1,4 @@
-"""Let the room gpu choose kernels for CUDA tensors; without CUDA kernels nothing is registered and nothing happens.
+"""Let the room gpu choose kernels for CUDA tensors; without CUDA kernels there is nothing to choose.
 
 Operators call before(), while_compiling() and reserve() here. ops/ must not import gpu/, which is above it: instead,
 gpu/kernels.py registers its chooser when it is imported.

@@ -1,4 +1,4 @@
-"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way.
+"""clamped_glu: the gated activations with clamps of GPT-OSS and others, one operator each way on CPUs.
 
     gate = min(gate, limit); up = min(max(up, -limit), limit); result = gate * sigmoid(alpha * gate) * (up + offset)
 

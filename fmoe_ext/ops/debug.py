@@ -17,7 +17,7 @@ def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None
     """Call op with copies of args on the CPU, where it reads the indices and raises.
 
     cut: those of args that are no indices. They are copied without their columns, which costs nothing, and in float32,
-    whatever autocast makes of them. What is wrong on any device op says itself, of the arguments as they are.
+    whatever autocast makes of them. Other faults, which op finds on any device, it names for the arguments as they are.
     """
     try:
         with torch.no_grad():
