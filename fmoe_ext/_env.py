@@ -1,6 +1,6 @@
 """List every environment variable that fmoe_ext reads, with its type, default and meaning; no other module reads any.
 
-setup.py reads those whose meaning begins with "build" by itself, and the compilers' own. `fmoe info` prints the list.
+setup.py reads those whose meaning begins with "build" by itself, beside CXX and CUDA_HOME. `fmoe info` prints the list.
 """
 
 import os

@@ -174,7 +174,7 @@ class FMoE(SpreadLayer):
         moe_inp: tensor [T, d_model], or [T, *] or a nest (list, tuple, dict) of such tensors if gate and
         experts take them -> what the experts return for one row, [T, *], summed with topk_weights over the K
         choices. FMoELinear casts tokens to the dtype of its weights, which is that of the result; under autocast the
-        operators choose it. float64 tokens with other weights are refused.
+        operators choose it. Tokens of float64 with other weights are refused.
         valid: T entries, bool or 0 / 1: the others are padding. They are taken out before the gate, so that they
         reach no expert, loss, capacity or counter, and their output is zero; everything else is as in the batch without
         them, to the bit: forward(x, valid)[valid] is forward(x[valid]). (In another batch a token's last bits may

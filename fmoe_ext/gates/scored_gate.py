@@ -47,7 +47,7 @@ BALANCE_LOSSES = ("global", "running", "sequence")
 
 
 class ScoredGate(GateOverRanks):
-    """Base class of Softmax-, Sigmoid-, Quantile-, Sinkhorn-, Hash- and UniformGate; subclasses name their score.
+    """Base of SoftmaxGate, SigmoidGate, QuantileGate, SinkhornGate, HashGate and UniformGate, which name their score.
 
     * normalize divides the K weights by their sum (and norm_eps more), scale multiplies them afterwards;
     * num_groups, topk_groups: only the experts of each token's topk_groups best groups can be chosen; a group ranks

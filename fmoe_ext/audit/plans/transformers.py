@@ -1,6 +1,6 @@
 """Transformers under the audit: parallelize() of a recipe returns from_pretrained(model, ...).
 
-So the plans of Transformers are audited: tensor parallelism, expert parallelism and FSDP2.
+These are Transformers' own plans: tensor parallelism, expert parallelism and FSDP2.
 """
 
 from __future__ import annotations
