@@ -35,7 +35,7 @@ class OnLattice(Lora):
 
 
 def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
-    """Compute scale * b @ a of one expert in float32 or wider, a [rank, in], b [out, rank]; equal bits for all strides."""
+    """Compute scale * b @ a of one expert in float32 or wider, a [rank, in], b [out, rank], alike for all strides."""
     wide = torch.promote_types(a.dtype, torch.float32)
     # contiguous: torch's product may have other bits for other strides
     return b.to(wide).contiguous() @ a.to(wide).contiguous() * scale

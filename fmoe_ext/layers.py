@@ -422,6 +422,7 @@ _OTHER_NAMES = MappingProxyType(
 )
 _WIDTHS = "d_hidden is the width inside an expert, d_model that of a token"
 _DROPOUT = "no activation is dropped here: put nn.Dropout behind the layer"
+# {keyword of another library: what to say, where no argument of ours is meant for certain}
 _HINTS = MappingProxyType(
     {
         **dict.fromkeys(("hidden_size", "hidden_dim"), _WIDTHS),

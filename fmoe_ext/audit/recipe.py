@@ -25,7 +25,7 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 from fmoe_ext.layers import FMoE
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
-MASKS = ("attention_mask", "valid")
+MASKS = ("attention_mask", "valid")  # names in a batch of what says which tokens are real
 NOT_A_TARGET = -100  # what cross_entropy ignores
 NUM_PADDED = 3  # columns that _pad() adds
 

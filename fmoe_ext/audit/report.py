@@ -10,7 +10,7 @@ from fmoe_ext.audit.cases import Case
 from fmoe_ext.audit.compare import QUANTITIES, Difference
 from fmoe_ext.audit.training import Facts
 
-HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")
+HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")  # of the columns, QUANTITIES
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     GroupRanks    a gate's losses, counts and capacities over the tokens of all ranks (gates.base_gate.Ranks)
     SliceGroup    ranks with one input, of which each computes a part of the rows (slice_group=)
-    WidthGroup    ranks with a part of the hidden units of the same experts, and tokens of their own
+    WidthGroup    ranks with a part of the hidden units of the same experts (megatron/core/expert_tensor.py)
     gather_rows   rows of every rank, of different numbers
 
 Letters of shapes: T tokens, K choices of a token, E experts in all, W ranks.
