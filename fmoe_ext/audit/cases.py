@@ -8,10 +8,10 @@ from typing import Any
 
 from fmoe_ext.distributed.groups import ParallelGroups
 
-ACCUMULATION = ("1", "2", "uneven")
-RECOMPUTATION = ("none", "reentrant", "non-reentrant")
-PADDING = ("none", "left", "right")
-DTYPES = ("float64", "float32")
+ACCUMULATION = ("1", "2", "uneven")  # microbatches of a step; uneven: one sample, then the rest
+RECOMPUTATION = ("none", "reentrant", "non-reentrant")  # kinds of activation checkpointing
+PADDING = ("none", "left", "right")  # the side that sequences are padded on
+DTYPES = ("float64", "float32")  # of the model
 SEED = 0  # of the model; its successors are those of the steps
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch import nn
 
-_LONGEST = 1 << 24
+_LONGEST = 1 << 24  # tokens
+# names of fields and attributes that hold a length, and parts of names that hold none
 _NAMES = re.compile(r"window|chunk|block_size|segment|dense_len|index_topk|compress")
 _NO_LENGTHS = re.compile(r"layer|pattern|ind(ex|ic)es|blocks|types|dim")  # as max_window_layers
 

@@ -77,7 +77,7 @@ _CHOSEN_LAYERS = (
 _FIRST_LAYERS = ("first_k_dense_replace", "num_dense_layers")  # how many at the beginning are special
 _LAST_LAYERS = ("num_kv_shared_layers",)  # how many at the end
 _SOURCE_LAYERS = "kv_source_layers"  # for each layer the one whose keys and values it takes
-_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
+_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")  # those beyond the small vocabulary are taken out
 
 
 def shrunk_config(config: Any, build: Callable[[Any], nn.Module] | None = None) -> Any:

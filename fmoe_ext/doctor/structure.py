@@ -23,7 +23,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-_ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")
+_ROUTER_NAMES = ("router", "gate", "wg", "classifier", "switch")  # beginnings of words in its name
 _CHOOSE = frozenset(("topk", "argmax", "max", "sort", "argsort"))  # calls that rank scores
 # calls that may compute scores. cdist: scores that are distances; wide_linear: our gates' product
 _PRODUCTS = frozenset((

@@ -41,6 +41,7 @@ _HEADER = (
     "the chunks of experts, of which a compiled graph has one",
 )
 _LENGTH = len(_HEADER) + 1  # and 1 for a rank that has tokens, 0 for one that has none
+# Of tokens; a header has the place of one.
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -100,6 +100,7 @@ def grouped_gemm_ref(
     return torch.cat([*y, x.new_zeros(x.shape[0] - begin, weight.shape[1])])
 
 
+# {argument: its number of dimensions}, for the fake kernels
 _RANKS = MappingProxyType({"grad_y": 2, "x": 2, "weight": 3, "offs": 1, "bias": 2, "main_dweight": 3})
 
 

@@ -489,6 +489,7 @@ def _backward_of_tensor(func: Any, tensor: Tensor, gradient: Tensor | None = Non
 
 _MATMULS = (torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.linalg.matmul, torch.bmm, Tensor.bmm, torch.mm,
             Tensor.mm, torch.mv, Tensor.mv, torch.dot, Tensor.dot)  # fmt: skip
+# which torch.compile may not trace in the mode
 _PRODUCTS = (F.linear, *_MATMULS, F.scaled_dot_product_attention)
 REPLACEMENTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
     {

@@ -15,7 +15,7 @@ from torch.distributed.pipelining import PipelineStage
 
 from fmoe_ext.pipeline.stage import Stage
 
-COLORS = ("#4c78a8", "#f58518", "#54a24b")
+COLORS = ("#4c78a8", "#f58518", "#54a24b")  # of KINDS
 KINDS = ("forward", "backward", "weights")
 # torch 2.11 adds up the gradients of a node's outputs in the second part of a backward, and frees nodes before it.
 IS_WRONG_IN_PARTS = torch.__version__ < "2.13"
