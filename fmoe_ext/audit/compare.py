@@ -39,11 +39,11 @@ class Difference:
     """A tensor that is not what one process computes."""
 
     step: int
-    quantity: str
-    name: str
+    quantity: str  # of QUANTITIES
+    name: str  # of a parameter or module; "" for the whole model
     error: float  # the largest absolute one over the largest number of the quantity
     rank: int = 0
-    note: str = ""
+    note: str = ""  # where it comes from, by explain()
 
     def __str__(self) -> str:
         what = f"{self.quantity} of {self.name}" if self.name else self.quantity

@@ -188,7 +188,7 @@ class Recipe:
     shared_weight: Callable[[Part], float] = _weight_by_samples
     # around all forwards and backwards of a step; may run forwards of the microbatches before (gates.WholeBatch)
     accumulate: Callable[[Any, Sequence[Batch]], AbstractContextManager[Any]] = _accumulate_nothing
-    wrap: Callable[[nn.Module, Layout], nn.Module] = _data_parallel
+    wrap: Callable[[nn.Module, Layout], nn.Module] = _data_parallel  # for data parallelism, after build
     reduce: Callable[[Any], None] = _reduce_gradients  # after the last backward
     clip: Callable[[Any], torch.Tensor | None] = _clip_gradients  # may return the norm
     optimizer: Callable[[Any], Optimizer] = make_optimizer  # of the wrapped model

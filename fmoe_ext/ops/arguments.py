@@ -2,7 +2,7 @@
 
 Fake kernels and the stand-ins of gpu/torch_path.py take one of these instead of 12 to 30 arguments. T tokens, K choices
 of each, R = T * K rows in the experts' order, E experts, D and H the widths of a token and of an expert, F = H, or 2 H
-for a gated activation.
+for a gated activation. A comment stands where a name comes first.
 """
 
 from typing import NamedTuple
