@@ -45,7 +45,7 @@ class GateView:
     def __init__(self, module: nn.Module, num_experts: int, top_k: int | None):
         self.module = module
         self.num_experts = num_experts  # of all ranks
-        self.top_k = top_k  # choices of a token, None where they vary
+        self.top_k = top_k  # of the gate, None if it has none
 
     def read(self, output: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Read a forward's output -> topk_idx, topk_weights [T, K], -1 for dropped choices."""

@@ -1,7 +1,7 @@
 """GShardGate: two experts for each token, the second at random, and a capacity (GShard); DCGate, with another capacity.
 
-A second expert of small weight adds little, so it is kept with a probability that grows with its weight. On a single
-rank one operator chooses, counts and computes the loss (choose_in_one_node), else the steps of forward() do.
+A second expert of small weight adds little, so it is kept with a probability that grows with its weight. On one rank,
+in the usual case, one operator chooses, counts and computes the loss (choose_in_one_node), else the steps of forward().
 """
 
 from collections.abc import Sequence

@@ -77,8 +77,9 @@ class NaiveGate(BaseGate):
     ) -> tuple[torch.Tensor, torch.Tensor] | None:
         """Choose by topk_gate_of_linear and set its loss: as logits(), topk() and the loss, but in one autograd node.
 
-        None, and nothing is set, where those steps are needed: around a checkpoint, for a wrapped linear layer, for
-        unusual input. num_counted: how many choices of each token the balance loss counts, 0 for no loss.
+        None, and nothing is set, where those steps are needed: outside of a layer, without gradients, around a
+        checkpoint, for a wrapped linear layer, for unusual input. num_counted: how many choices of each token the
+        balance loss counts, 0 for no loss.
         """
         step = current_step()  # None while compiling
         # a checkpoint compares the tensors that both forwards keep, a selective one their operators

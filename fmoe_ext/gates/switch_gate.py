@@ -1,8 +1,8 @@
 """SwitchGate: one expert for each token, and none where that expert is full (Switch Transformer).
 
 With one expert a token the weight is the probability among all experts, not 1, so that the router learns. The balance
-loss counts the choices before any is dropped: it shall lower what overflows. On a single rank one operator chooses,
-counts and computes the loss (choose_in_one_node), else the steps of forward() do.
+loss counts the choices before any is dropped: it shall lower what overflows. On one rank, in the usual case, one
+operator chooses, counts and computes the loss (choose_in_one_node), else the steps of forward() do.
 """
 
 from collections.abc import Sequence

@@ -8,8 +8,8 @@ row_idx, so no permuted copy of x is made, and none is kept. For the backward th
 the gradient of topk_weights.
 
 A call gets its gradients in one of four ways:
-    weights learn                        a node of our own (_split.py)
-    weights are frozen, or a graph       the dispatcher's registration
+    inputs and weights learn             a node of our own (_split.py)
+    either is frozen, or a graph         the dispatcher's registration
     inside torch.func                    call_functional()
     main gradients, outside of graphs    three nodes of _split.py, so that a gradient of the inputs alone adds nothing
 """
@@ -105,7 +105,7 @@ def expert_mlp(
     if weights_learn and worthwhile(inputs, weights):
         x, w1, b1, w2, b2 = cast_for_autocast(x, *weights)
         return differentiate(_product(number, combine), (x, *inputs[1:]), (w1, b1, w2, b2))
-    # no gradients, those of x and topk_weights alone, or a compiled graph
+    # no gradients, those of inputs or of weights alone, or a compiled graph
     return torch.ops.fmoe_ext.expert_mlp(
         x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, number, combine, save_h
     )[0]

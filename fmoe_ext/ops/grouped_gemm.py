@@ -249,7 +249,7 @@ class _Transposed:
 
 
 class _TransposedAtOnce(torch.autograd.Function):
-    """_Transposed as one node, for frozen weights and for compiled graphs, which take no product as an argument."""
+    """_Transposed as one node, for frozen inputs or weights, and for graphs, which take no product as an argument."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
