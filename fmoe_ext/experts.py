@@ -1,7 +1,7 @@
 """FusedExperts: the two-layer MLPs of all experts, as one operator (ops.expert_mlp) where that is possible.
 
 FusedExperts.forward takes the first of these ways that gives the right result:
-    ops.expert_mlp       gathers, multiplies, activates and sums in one operator, which keeps only h for the backward
+    ops.expert_mlp       gathers, multiplies, activates and sums in one operator, which keeps its inputs and h alone
     two grouped GEMMs    with any callable as the activation between them
     the modules          htoh4 and h4toh are called, because a hook or an adapter waits for the call (must_be_called)
 
@@ -254,7 +254,7 @@ class FusedExperts(nn.Module):
 
         Without handle, FastMoE's call: inp [R, D] sorted by expert, fwd_expert_count [E] -> [R, D].
         With a DispatchHandle: inp [T, D] in the order of the tokens, topk_weights [T, K] -> [T, D], the
-        weighted sum of each token's experts; neither the sorted rows nor their results are kept.
+        weighted sum of each token's experts; where ops.expert_mlp computes it, the sorted rows are not kept.
         weights: of other experts of the same shape, or of a part of these, instead of self.weights;
         main_grads: theirs, instead of self.main_grads.
         """

@@ -1,6 +1,6 @@
 """FMoE: a gate chooses experts for every token, the experts compute, their results are summed by weight.
 
-FMoE.forward is five steps, each in a file of its own: the tokens to compute (step.py), the gate (gates/), the way to
+FMoE.forward is five steps, which other files compute: the tokens to compute (step.py), the gate (gates/), the way to
 the experts (dispatch.py, and ep/ over many ranks), the experts (expert_kinds.py), the way back. Letters of shapes:
 T tokens, K choices of a token (top_k), E experts, R rows: a token's copy for each of its choices, sorted by expert.
 FMoETransformerMLP (transformer.py) is the layer with the experts of a transformer.
