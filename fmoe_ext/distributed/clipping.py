@@ -3,7 +3,8 @@
     norm^p = sum over ranks, over the rank's parameters, of |grad|^p / (ranks that have a copy)
 
 so that the sum counts every parameter of the job once. The largest norm (p = inf) needs no division. The sum is in
-float64, the norm of one gradient in float32 at least, since squares overflow 16 bits.
+float64, the norm of one gradient in float32 at least, since squares overflow 16 bits. clip_grad_norm_() is for a
+DistributedGroupedDataParallel; a pipeline (pipeline/train.py) calls norm_over() and scale_to_norm() with its groups.
 """
 
 from collections.abc import Sequence

@@ -1,6 +1,7 @@
-"""DistributedGroupedDataParallel: data parallelism in which every parameter has a group of its own.
+"""DistributedGroupedDataParallel: data parallelism in which each parameter names the group that reduces its gradient.
 
-A parameter's tag names the ranks that hold copies of it, over which its gradient is reduced.
+The name is its tag, param.dp_comm; the group is the ranks that hold copies of it. At the end of the file,
+fully_shard_experts() is FSDP2 for the experts of a layer.
 
 Buckets. Gradients of one tag and dtype travel together, because a message costs a latency. Buckets are filled in the
 order in which a backward is expected to compute gradients, the last layer's first:
@@ -15,8 +16,8 @@ keeps None, which optimizers skip. To tell them apart, each message ends in one 
 if any rank had its gradient:
     [ gradient of p6 | gradient of p5 | gradient of p4 | 1 1 0 ]
 
-Scale. A gradient is multiplied by n / (size of dp_group) before its mean over n ranks, because the loss of the job is
-the mean of the losses of dp_group, and the rows of an expert come from all of them.
+Scale (expert_grads="mean"). A gradient is multiplied by n / (size of dp_group) before its mean over n ranks, because
+the loss of the job is the mean of the losses of dp_group, and the rows of an expert come from all of them.
 
 Tags may change between steps: the next forward or reduction notices, makes the buckets anew, and refuses a change that
 would leave a gradient at the scale of its old tag.
@@ -64,7 +65,7 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self, divide: bool, fp32: bool) -> None:
-        """Copy the gradients into a message and start its sum over the group; divide it by the group's size before."""
+        """Copy the gradients into a message and start its sum over the group; divide: by the group's size, before."""
         if self.group is None:
             return
         dtype = torch.float32 if fp32 else self.params[0].dtype
@@ -86,7 +87,7 @@ class _Bucket:
 
     @torch.no_grad()
     def finish(self, divide: bool) -> None:
-        """Wait for the sum and copy it back to the gradients; divide it by the group's size after."""
+        """Wait for the sum and copy it back to the gradients; divide: by the group's size, after the sum."""
         self.missing = set(self.params)
         if self._work is None or self._flat is None:
             return
@@ -168,7 +169,7 @@ class _Tags:
 
 
 class DistributedGroupedDataParallel(nn.Module):
-    """Data parallelism in which each parameter has a group of its own: the ranks that hold a copy of it.
+    """Data parallelism in which each parameter names its group: the ranks that hold a copy of it.
 
     A parameter's tag is param.dp_comm, "dp" if it has none; one that an FMoE layer got later (an adapter of PEFT) has
     that of the layer's others. Tags "dp", "gate", "moe" and "world" mean the default group

@@ -48,14 +48,15 @@ class ParallelGroups:
 def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) -> ParallelGroups:
     """Split the ranks of the job into dp x ep x slice and create the groups of this layout; all ranks call it.
 
-    ep ranks share the experts of a layer, dp such sets hold copies of them, slice ranks work on the same input.
-    Of ep and dp one may be left out. Raises ValueError on every rank, naming the rank, where ranks disagree.
+    ep ranks share the experts of a layer, slice ranks work on the same input, and dp x slice sets of ep ranks hold the
+    same experts. ep or dp may be left out; without both, dp is 1. Raises ValueError if the product is not the number of
+    ranks, or on every rank if ranks disagree, which it names.
 
     Example:
 
         >>> store = torch.distributed.HashStore()  # torchrun makes one; then init_process_group() needs no arguments
         >>> torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
-        >>> groups = init_groups(ep=1)  # the ranks of a layer's experts; all others are copies
+        >>> groups = init_groups(ep=1)  # a rank has all experts of a layer; every other rank is a copy
         >>> groups.ep.size(), groups.data.size()
         (1, 1)
     """

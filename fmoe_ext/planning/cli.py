@@ -1,4 +1,7 @@
-"""`fmoe pipeline plan`: memory and time of every layout of a model, on ranks that are not here."""
+"""Run `fmoe pipeline plan`: memory and time of every layout of a model, on ranks that are not here.
+
+`fmoe pipeline simulate` is here too: it is `fmoe simulate` (simulate.py) under another name.
+"""
 
 import argparse
 import sys

@@ -1,17 +1,16 @@
 """Plan the layout of a training: memory a rank and seconds a step of every pp x dp x ep x schedule.
 
-`fmoe pipeline plan` calls plan(). The search is exhaustive, because there are few layouts: pp * ep * dp is the number
-of ranks, and each divides it. For each one, with each schedule and each number of microbatches that the batch allows,
-estimate() adds up
+`fmoe pipeline plan` calls plan(), `fmoe info` estimate(), and split() cuts a model by balance_cost(). The search is
+exhaustive, because there are few layouts: pp * ep * dp is the number of ranks, and each divides it. For each one, with
+each schedule and each number of microbatches that the batch allows, estimate() adds up
 
     memory    parameters with gradients and Adam, of the fullest rank; activations of the microbatches in flight;
               buffers of one exchange
     seconds   compute of all microbatches on the slowest rank; bubbles, in which a rank waits for the first microbatch
               and after the last; exchanges that nothing hides, and the reduction of gradients
 
-plan() keeps the best number of microbatches of each layout, and puts those that fit the memory first. A
-pipeline is as fast as its slowest stage, so that balance_cost() cuts the layers where the greatest stage is
-least.
+plan() keeps the best number of microbatches for each layout and schedule, and puts those that fit the memory first. A
+pipeline is as fast as its slowest stage, so balance_cost() cuts the layers where the greatest stage is least.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -73,7 +72,7 @@ class _ScheduleCost:
     """Costs of a schedule, as functions of p ranks and m microbatches."""
 
     stages: int  # of a rank
-    # (p, rank, m) -> microbatches of all its stages that a rank keeps
+    # (p, rank, m) -> microbatches whose activations a rank keeps, counted once for each stage that keeps them
     in_flight: Callable[[int, int, int], float]
     bubbles: Callable[[int], float]  # p -> idle time, in microbatches of a rank's stages
     # (p, m) -> share of exchanges that a partner hides
@@ -247,7 +246,7 @@ def plan(
 ) -> list[Estimate]:
     """List all layouts, each with its best number of chunks: those that fit the memory, the fastest first, then others.
 
-    Those that do not fit come by memory. Raises ValueError if no layout divides the ranks and the batch.
+    The others come by memory, the least first. Raises ValueError if no layout divides the ranks and the batch.
     """
     best: dict[tuple[int, int, int, str], Estimate] = {}
 

@@ -66,8 +66,9 @@ def rebalance(
     A layer whose busiest rank has less than threshold times the mean is left alone. All ranks call it between
     steps, with gradients cleared or not: parameters, gradients and the optimizer's tensors with a row for each expert
     move alike, so that training goes on as if nothing had happened. The state dict has the order, "expert_placement".
-    Experts must be FusedExperts; experts of replicas (expert parallelism inside data parallelism) move alike.
-    Raises ValueError, before it moves any expert of a layer, for state of an optimizer that several experts share.
+    Layers without FusedExperts are left alone; experts of replicas (expert parallelism inside data parallelism) move
+    alike. Raises ValueError, before it moves any expert of a layer, for ZeroRedundancyOptimizer, and for state of an
+    optimizer that several experts share.
     """
     moved = 0
     for name, layer in expert_parallel_layers(module):

@@ -2,7 +2,7 @@
 
 simulate() replays loads, recorded or drawn, through the policies of this package, on machines that are not here. Of
 each step it asks the cost model (ep/cost.py) for the time under every one: nothing, overlap of exchange and experts,
-shadows of busy experts, experts placed anew, and all of them. As in training, a policy knows only loads that came
+shadows of busy experts, both, experts placed anew, and all of them. As in training, a policy knows only loads that came
 before: shadows are chosen by the load of the last step, a placement by those since the last placement, and moving its
 experts costs the time of the busiest rank. A policy that pays on skewed loads that stay may lose on loads that drift.
 """

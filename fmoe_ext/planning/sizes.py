@@ -2,8 +2,8 @@
 
 A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each
 layer has its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that
-Transformers lacks) is computed from a few numbers, all layers alike (Shape). Both give Sizes, whose layers() gives what
-the planner adds up.
+Transformers lacks, Transformers not installed) is computed from a few numbers, all layers alike (Shape). Both give
+Sizes, whose layers() gives what the planner adds up.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _NAMES = MappingProxyType(
         "top_k": ("num_experts_per_tok",),
     }
 )
-# Keys for layers that are not all alike, which Shape does not have, with the value that has no effect.
+# Keys for what Shape does not have (layers that differ, shared experts, latent attention): value without effect.
 _UNEQUAL_LAYERS = MappingProxyType(
     {
         "first_k_dense_replace": 0,
