@@ -77,6 +77,8 @@ class _ScheduleCost:
     bubbles: Callable[[int], float]  # p -> idle time, in microbatches of a rank's stages
     # (p, m) -> share of exchanges that a partner hides
     in_pairs: Callable[[int, int], float] = lambda p, m: 0.0
+    # of two stages of a rank the second is taken from the other end, else it comes p stages after the first
+    is_v: bool = True
 
 
 # A backward is two parts, of inputs and of weights, each as long as the forward.
@@ -91,6 +93,7 @@ SCHEDULE_COSTS = MappingProxyType(
             2,
             lambda p, rank, m: min(2 * m, m // max(1, m // p) + 2 * (p - 1 - rank) + 1),
             lambda p: (p - 1) / 2,
+            is_v=False,
         ),
         # the part of weights fills what 1f1b leaves idle, but for the third that the warm-up takes
         "zero_bubble": _ScheduleCost(1, lambda p, rank, m: min(m, p), lambda p: (p - 1) / 3),
@@ -145,11 +148,10 @@ def estimate(
     for number in balance_cost([layer.flops for layer in layers], layout.pp * cost.stages):
         stages.append(list(layers[first : first + number]))
         first += number
-    # of two stages of a rank the second is taken from the other end, as in a V
-    ranks = [
-        stages[rank] + (stages[2 * layout.pp - 1 - rank] if cost.stages == 2 else [])
-        for rank in range(layout.pp)
-    ]
+    second = stages[layout.pp :]
+    if cost.is_v:
+        second.reverse()
+    ranks = [stages[rank] + (second[rank] if second else []) for rank in range(layout.pp)]
     # 2. Memory.
     parts = [
         memory_of_rank(

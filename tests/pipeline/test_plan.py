@@ -14,7 +14,16 @@ from torch import nn
 from fmoe_ext.ep.cost import Hardware
 from fmoe_ext.pipeline import Pipeline, init_groups, split
 from fmoe_ext.planning.cli import main
-from fmoe_ext.planning.layouts import GIB, Estimate, LayerPlan, Layout, advice, estimate, plan
+from fmoe_ext.planning.layouts import (
+    GIB,
+    OPTIMIZER_COPIES,
+    Estimate,
+    LayerPlan,
+    Layout,
+    advice,
+    estimate,
+    plan,
+)
 from fmoe_ext.planning.sizes import Shape, sizes_of
 
 EXAMPLE = str(Path(__file__).resolve().parents[2] / "examples" / "lm")
@@ -188,6 +197,13 @@ def test_every_layout_divides_the_ranks():
     for e in found:
         assert e.layout.pp * e.layout.dp * e.layout.ep == 8 and 16 % (e.layout.dp * e.layout.ep) == 0
     assert found[0].layout.pp == 1 and advice(found, ANY).startswith("Do not use a pipeline")
+
+
+@pytest.mark.parametrize(("schedule", "fullest"), [("interleaved", 10 + 3), ("zero_bubble_v", 10 + 5)])
+def test_stages_of_a_rank(schedule, fullest):
+    """The stages of rank 0 are 0 and 2 in a ring, 0 and 3 in a V."""
+    layers = [LayerPlan(parameters, 0, 0, 1.0) for parameters in (10, 1, 3, 5)]
+    assert estimate(layers, Layout(2, 1, 1, schedule, 4), 4, ANY).parameters == OPTIMIZER_COPIES * fullest
 
 
 def test_advice():
