@@ -38,6 +38,12 @@ def test_drawn_loads():
     loads = draw_loads(5, 16, 1000, skew=1.0)
     assert all(abs(sum(load) - 1000) < 150 and max(load) > 3 * 1000 / 16 for load in loads)
     assert loads == draw_loads(5, 16, 1000, skew=1.0)
+    assert len(draw_loads(2, 1, 10, skew=1.0)[1]) == 1
+
+
+def test_drawn_loads_keep_their_sum_while_experts_swap():
+    sums = [sum(load) for load in draw_loads(40, 1000, 10**6, skew=1.5)]
+    assert all(abs(total - 10**6) < 6000 for total in sums)  # six standard deviations of a Poisson sum
 
 
 @pytest.mark.parametrize("name", sorted(published_clusters.CLUSTERS))

@@ -42,7 +42,7 @@ DESCRIPTION = """Expected step times of an expert-parallel layer on machines tha
 Replays loads (what balance.write recorded, or a JSON list of steps, each a list of rows for each expert; without a
 file: drawn, skewed and drifting) through the policies of this package and prints the expected time of a layer's forward
 and backward under each.
-Policies see the load of the step before, as in training. Model: ep/cost.py. With --ranks-per-node a rank has --network
+Policies see loads of earlier steps alone, as in training. Model: ep/cost.py. With --ranks-per-node a rank has --network
 to the others of its node and to other nodes its share of the node's cards, each a --node-network.
 """
 
@@ -53,15 +53,16 @@ POLICIES = ("none", "overlap", "shadowing", "overlap + shadowing", "placement", 
 
 
 def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
-    """Draw loads: an expert's popularity falls as rank^-skew, and a tenth of the experts swap ranks at each step."""
+    """Draw loads: popularity falls as rank^-skew; at each step num_experts // 10 pairs of experts, or 1, swap ranks."""
     generator = torch.Generator("cpu").manual_seed(seed)
     weights = torch.arange(1, num_experts + 1, dtype=torch.float64, device="cpu") ** -skew
     order = torch.randperm(num_experts, generator=generator, device="cpu")
     loads = []
+    num_pairs = min(max(1, num_experts // 10), num_experts // 2)
     for _ in range(num_steps):
-        a, b = torch.randint(
-            0, num_experts, (2, max(1, num_experts // 10)), generator=generator, device="cpu"
-        )
+        # each expert in one pair at most, or two experts would get one rank, and no expert another
+        paired = torch.randperm(num_experts, generator=generator, device="cpu")
+        a, b = paired[:num_pairs], paired[num_pairs : 2 * num_pairs]
         order[a], order[b] = order[b].clone(), order[a].clone()
         drawn = torch.poisson(weights * (num_rows / weights.sum()), generator=generator)
         loads.append(drawn[order].long().tolist())
