@@ -1,15 +1,15 @@
-"""Remote experts: train through experts that other machines host, and lose nobody's work.
+"""Remote experts: train through experts that other machines host.
 
 A forward call goes this way, and its answer comes back by it:
     client/expert.py   RemoteExpert, a step of autograd; many calls go side by side
     client/client.py   Client.forward(): which replica, by which deadline, what if it fails
     client/caller.py   Caller.call(): one message to one server
     server/service.py  Intake lets it in when there is room; ExpertService checks it and puts it into the queue
-    server/host.py     ExpertHost.run(), on the thread that computes: all that wait in one batch
+    server/host.py     ExpertHost.run(), on the thread that computes: waiting calls of one kind in one batch
 A gradient goes the same way to the expert's leader. There ExpertHost makes a step and notes it in the log
-(server/ledger.py); replication/leader.py has every member note it too (replication/follower.py) and only then answers;
-server/saving.py writes the expert to the disk now and then. A client knows by discovery.py who hosts an expert: by the
-DHT (dht/), by etcd (etcd/) or from a list. Needs three more packages: pip install grpcio safetensors cryptography.
+(server/ledger.py). With replicas (--registry) replication/leader.py has every member note it too
+(replication/follower.py) and only then answers. server/saving.py writes experts to the disk now and then. A client
+knows by discovery.py who hosts an expert: by the DHT (dht/), by etcd (etcd/) or from a list.
 """
 
 try:

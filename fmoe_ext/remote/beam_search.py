@@ -37,7 +37,7 @@ class Found:
 async def beam_search(
     discovery: Discovery, prefix: str, scores: Sequence[torch.Tensor], beam_size: int, timeout: float = 5.0
 ) -> Found:
-    """The beam_size live experts with the highest sum of scores, as far as a beam of that width finds them.
+    """Find the beam_size live experts with the highest sum of scores, as far as a beam of that width reaches them.
 
     scores: one [T, n] for each dimension of the grid; expert prefix.i.j scores scores[0][t, i] + scores[1][t, j].
     Asks discovery once a dimension and once for the records, each with an equal share of the time that is left. Keys

@@ -77,9 +77,9 @@ class Granted(frozenset[str]):
 class Discovery(abc.ABC):
     """A directory that servers write and clients read. Every coroutine runs on the loop of fmoe_ext.remote.loop.
 
-    Each call ends within `timeout` seconds, with its result or with DiscoveryError. Invalid arguments raise ValueError.
-    get and successors raise Unanswered, with the answers they have, if some keys have none. Implementations never
-    return a record that has expired.
+    Each call ends within about `timeout` seconds, with its result or with DiscoveryError; invalid arguments raise
+    ValueError. If only some keys have no answer, get and successors of the DHT raise Unanswered, with the others'
+    answers. Implementations return no record that has expired.
     """
 
     async def declare(

@@ -13,7 +13,7 @@ BACKWARD, STATE = f"/{SERVICE}/Backward", f"/{SERVICE}/State"
 # Keys of a message's metadata
 UID, REQUEST_ID, VERSION, COMPRESSION, LOSS = "uid", "id", "version", "compression", "loss"
 SCHEMA, CLASS, HIDDEN_DIM, REQUESTS = "schema", "class", "hidden_dim", "requests"
-# from a holder of warm copies: seconds; in the answer: "1" if it stops
+# of warm copies: seconds between a holder's looks, in its calls; "1" in the owner's answer to Info if it is stopping
 LOOKS_EVERY, LEAVING = "looks_every", "leaving"
 # Keys in the answer to Info that people read
 ROLE, TERM, COMMITTED, SAVED, WAITING = "role", "term", "committed", "saved", "waiting"
@@ -24,8 +24,8 @@ IN_PARTS = "InParts"  # at the end of a method's name: request and answer come i
 ROOM = "fmoe-room"  # in the initial metadata of the answer to such a call: there is room, send the parts
 PART_BYTES = 1 << 20  # of a part; messages above this are sent in parts, if the server knows how
 WHOLE_BYTES = 4 << 20  # of the largest message that servers take whole
-GRAD = "grad"  # name of the tensor; inputs are called "0", "1", ...
-ID_LENGTH = 32  # hexadecimal digits
+GRAD = "grad"  # name of a gradient's tensor; inputs are called "0", "1", ...
+ID_LENGTH = 32  # hexadecimal digits of a request id
 # How the text of a FAILED_PRECONDITION begins if another server takes the gradients: clients then look it up anew.
 NOT_LEADER = "not the leader"
 

@@ -1,11 +1,11 @@
 """Auditor: recompute random rows of servers' answers, and name the servers that cheat.
 
-Training alone does not show a server that saves work by answering with noise. An audit asks another replica for the
-expert's weights and computes a few rows of the answer again.
+Training alone does not show a server that saves work by answering with noise. An audit asks another replica, if there
+is one, for the expert's weights and computes a few rows of the answer again.
     forward    answer of version v, then the weights; they must be of version v
     backward   the weights of version v, then the gradient, whose update must lead to version v + 1
-Weights move on with every update, so an audit that meets another update says nothing and is tried again. Rows are
-chosen after the answer, so a server cannot compute only those.
+Weights move on with every update, so an audit that meets another update says nothing: check() tries again, watch()
+counts it. Rows are chosen after the answer, so a server cannot compute only those.
 """
 
 import random
@@ -40,10 +40,10 @@ class Auditor:
     """Audit answers: check() and check_backward() make calls of their own, watch() takes a share of the client's.
 
     The weights come from another replica than the one that answered, if there is one, and must be of the version that
-    the answer names; otherwise the audit is tried again, `attempts` times. With one replica, a server is only caught
-    if its answers differ from its own weights. rows: how many are recomputed; tolerance: the relative error that is
-    allowed, TOLERANCES[compression] by default. Gradients are not audited if the client compresses them, because the
-    error that it feeds back is in them.
+    the answer names; otherwise check() and check_backward() try again, `attempts` times in all. With one replica, a
+    server is only caught if its answers differ from its own weights. rows: how many are recomputed; tolerance: the
+    relative error that is allowed, TOLERANCES[compression] by default. Gradients are not audited if the client
+    compresses them, because the error that it feeds back is in them.
     """
 
     def __init__(
@@ -170,7 +170,7 @@ class Auditor:
         grad: torch.Tensor | None = None,
     ) -> Finding:
         """Recompute some rows of an output or, with grad, of the gradients of inputs; Cheated if they differ."""
-        # 1. the truth: these rows by the weights of another server
+        # 1. the truth: these rows by the weights in state
         num_rows = inputs[0].shape[0]
         chosen = self._random.sample(range(num_rows), min(self.rows, num_rows))
         try:

@@ -33,7 +33,7 @@ class Caller:
         self._takes_no_parts: set[str] = set()  # endpoints of servers of earlier releases
 
     async def call(self, endpoint: str, method: str, data: bytes, timeout: float) -> Message:
-        """Send data to a method of a server -> its answer; RemoteError, after `timeout` seconds at the latest."""
+        """Send data to a method of a server -> its answer; RemoteError on failure, or after about `timeout` seconds."""
 
         async def read() -> Message:
             channel, metadata = self._channel(endpoint), self._metadata(data)
@@ -142,7 +142,7 @@ class Caller:
 
 
 def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> errors.RemoteError:
-    """The error of fmoe_ext.remote for one of grpc: what the caller can do about it decides."""
+    """Return our error for one of grpc's; which one depends on what the caller can do about it."""
     code, details = error.code(), error.details() or ""
     text = f"{endpoint}: {details[:500]}"
     if code is Code.DEADLINE_EXCEEDED:

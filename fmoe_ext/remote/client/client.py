@@ -1,10 +1,10 @@
 """Client: call experts within one deadline, with retries, hedging, and a new look-up of servers that are gone.
 
     forward   may go to any replica. If one fails, or is slower than usual, the next is called too (a *hedge*), and the
-              first good answer counts. Good means: it has every update that was acknowledged to this handle. A server
-              that has left the members without knowing it answers with older weights.
-    backward  goes to the leader alone, which orders updates. It is repeated under one request id, by which every later
-              leader knows it, so the expert makes one step however often the call is sent.
+              first good answer counts. Good means: it is the leader's, or has every update that was acknowledged to
+              this handle. A server that has left the members without knowing it answers with older weights.
+    backward  goes to the leader alone, which orders updates. It is repeated under one request id, by which a later
+              leader that has the update knows it (the last 1024: server/ledger.py), so that it counts once.
 _repeat() tries again after failures that may pass, _hedge() asks several replicas in one attempt.
 """
 
@@ -98,7 +98,7 @@ class Outcome:
 
 
 class Client:
-    """Calls any number of experts. counts: calls, hedges, retries and failures so far, by name."""
+    """A client of any number of experts. counts: calls, hedges, retries and failures so far, by name."""
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Client:
         return handle.schema
 
     async def forward(self, handle: Handle, inputs: Sequence[torch.Tensor], timeout: float) -> Outcome:
-        """Return the expert's output for inputs, from any replica with all updates acknowledged to this handle."""
+        """Return the expert's output, from the leader or a replica with all updates acknowledged to this handle."""
         # 1. check and encode the inputs
         begin, acknowledged = time.monotonic(), handle.acknowledged
         schema = await self.learn(handle, timeout)
@@ -190,7 +190,7 @@ class Client:
         seen_version: int,
         timeout: float,
     ) -> Outcome:
-        """Send a gradient of the output -> the gradients of inputs; the expert makes one step, however often.
+        """Send a gradient of the output -> the gradients of inputs; the expert makes one step, retries or not.
 
         seen_version: of the weights in the forward; a server with max_staleness refuses a gradient of too old ones.
         """
@@ -248,7 +248,7 @@ class Client:
         return await self.caller.download(endpoint, protocol.STATE, data, timeout, cap)
 
     async def close(self) -> None:
-        """Closes the connections."""
+        """Close the connections."""
         await self.caller.close()
 
     # ---------------------------------------------------------------- attempts

@@ -1,8 +1,8 @@
 """Make remote experts usable as modules: RemoteExpert, RemoteExperts, LiveGate, and Directory, which finds them.
 
-A Batch is the step of autograd below all of them: its forward calls all experts side by side and its backward sends
-each its gradient. So a layer waits for its slowest expert, not for the sum of all. Calls run on the loop of
-remote/loop.py; the thread that trains waits for them.
+A Batch is the step of autograd below RemoteExpert, RemoteExperts and the layers in moe.py: its forward calls all
+experts side by side and its backward sends each its gradient. So a layer waits for its slowest expert, not for the sum
+of all. Calls run on the loop of remote/loop.py; the thread that trains waits for them.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ class Batch:
     """Calls of several experts, side by side, as one step of autograd."""
 
     calls: Sequence[Call]
-    # a call that fails has output None and gradient zero, instead of raising RemoteError
+    # a call that fails has output None and gradient zero, instead of raising RemoteError or SchemaError
     tolerant: bool = False
     grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
@@ -86,7 +86,7 @@ class Batch:
         errors: list[Exception | None],
         is_enough: Callable[[Set[int]], bool],
     ) -> list[Outcome | None]:
-        """Run all calls -> their outcomes, by MARGIN after the deadline; fill `errors` with why one is None."""
+        """Run all calls -> their outcomes, within MARGIN of the deadline; `errors` gets why one is None."""
 
         async def gather() -> list[Any]:
             """Return each call's result or exception; `grace` seconds after is_enough() the others time out."""
@@ -204,7 +204,7 @@ class RemoteExpert(nn.Module):
 
     uid: its name. where: "host:port"; several of them for replicas, the one that takes gradients first; a record of
     discovery; or None to ask the client's discovery. client: shared by many experts; its Settings have the deadlines.
-    Raises SchemaError for wrong inputs before anything is sent, RemoteError (CallTimeout, ExpertGone, Busy, Refused,
+    Raises SchemaError for wrong inputs before they are sent, RemoteError (CallTimeout, ExpertGone, Busy, Refused,
     NoLeader) if the call fails. The module has no parameters.
     """
 

@@ -29,16 +29,16 @@ log = logging.getLogger("fmoe_ext.remote")
 
 
 class RemoteMixtureOfExperts(nn.Module):
-    """Choose k_best live experts for each sample by a linear gate over a grid, and sum their outputs by softmax.
+    """Choose k_best live experts a sample by a linear gate over a grid; sum their outputs by a softmax of its scores.
 
     in_features: last dimension of the input; grid_size: one size for each coordinate of the uids; dht: a Directory
     (such as DHT) or any Discovery; uid_prefix: what comes before the coordinates. k_min: experts that must answer each
-    sample, or forward raises ExpertGone (allow_zero_outputs=True: such samples get zeros); backward_k_min: experts of
-    each sample whose gradients must arrive; patience: seconds to wait for an expert that another server is taking over.
-    timeout_after_k_min: seconds that the other experts have once k_min (backward_k_min) have answered every sample.
-    forward_timeout: seconds for the search, and again for the calls. Experts that fail in forward have no weight, in
-    backward no gradient: training goes on without them. After Learning@home (Ryabinin and Gusev 2020) and hivemind's
-    class of this name.
+    sample, or forward raises ExpertGone (allow_zero_outputs=True: such samples get the sum over those that did answer,
+    zeros without any); backward_k_min: experts of each sample whose gradients must arrive, or backward raises it;
+    patience: seconds to wait for an expert that another server is taking over. timeout_after_k_min: seconds that the
+    other experts have once k_min (backward_k_min) have answered every sample. forward_timeout: seconds for the search,
+    and again for the calls. Experts that fail in forward have no weight, in backward no gradient: training goes on
+    without them. After Learning@home (Ryabinin and Gusev 2020) and hivemind's class of this name.
     """
 
     def __init__(
@@ -255,7 +255,8 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
                     average.lerp_(chosen.to(average.dtype), self.utilization_alpha)
         losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneRank()) for p in probabilities]
         y = self._mix(x, scores)
-        if self.k_best == 1:  # a softmax over one choice has no gradient: weigh by its probability
+        # a softmax over one choice has no gradient: weigh by the best place's probability, even if that expert is gone
+        if self.k_best == 1:
             best = torch.stack([p.amax(-1) for p in probabilities]).prod(0)
             y = y * best.view(-1, *(1 for _ in y.shape[1:]))
         return y, torch.stack(losses).mean()

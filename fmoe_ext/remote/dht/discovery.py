@@ -161,7 +161,7 @@ class KademliaDiscovery(Discovery):
         self.identity.unlock()
 
     async def withdraw_all(self, timeout: float = 5.0) -> None:
-        """Takes back all experts that were declared here; values stay until they expire."""
+        """Withdraw all experts that were declared here; values stay until they expire."""
         for endpoint in {record.endpoint for record in self._declared.values()} - {records.ENDPOINT}:
             await self.withdraw(list(self._declared), endpoint, timeout=timeout)
 

@@ -1,9 +1,9 @@
 """KademliaNode: one node of the DHT, which answers other nodes, searches through them, and keeps records for all.
 
-    start() / join()   call the initial peers, then search for ids at every distance to fill the routing table
+    start()            call the initial peers (join), then search for ids at every distance to fill the routing table
     handle()           answer Ping, Find and Store of others (messages.py)
     find() / put()     search for the nodes nearest to keys (lookup.py), and store records at them
-    _maintain()        every refresh_period drop what has expired, call nodes that may be gone, and search again
+    _maintain()        about every refresh_period: drop what has expired, call nodes that may be gone, search again
 Only a node that has answered at its endpoint gets into the routing table. What others say about it is a hint: a
 stranger that asks something and names its endpoint is called back there first.
 """
@@ -196,7 +196,7 @@ class KademliaNode:
         return Peer(answer.header.node_id, peer.endpoint)
 
     async def call(self, peer: Peer, method: str, request: Request, timeout: float) -> Answer:
-        """Send a request -> the sealed answer. A node that answers is remembered, one that fails twice is forgotten.
+        """Send a request -> the answer in the seal. Remember a node that answers, forget one that fails twice in a row.
 
         Unreachable if there is no valid answer, or if another node than peer.node_id (-1: any) answers.
         """
@@ -301,9 +301,9 @@ class KademliaNode:
     async def put(
         self, placed: Mapping[Peer | None, Sequence[Item]], timeout: float
     ) -> list[list[Refusal | None]]:
-        """Store items at nodes (None: here) -> for each node a list with a Refusal, or None if kept, an item.
+        """Store items at nodes (None: here) -> for each node and each of its items a Refusal, or None if it is kept.
 
-        A node that cannot be reached refuses all.
+        A node that cannot be reached counts as refusing the rest.
         """
         end = time.monotonic() + timeout
 

@@ -8,7 +8,7 @@ under the key of each prefix of the uid, which is how beam search finds it.
 The signed bytes themselves are sent, and not the fields, because two programs may write the same JSON differently.
 
 A small value for programs (DHT.store) is a record too. Its metadata hold the value, and its uid follows from the key
-and the owner, so that no owner can write in the place of another one.
+and 31 bits of the owner, so that only an owner who searched for a key with these bits can take another one's place.
 """
 
 import contextlib

@@ -52,7 +52,7 @@ class _Call:
 
 
 class Relay:
-    """Opens a port for each host that attaches to it."""
+    """The end that all can reach: it opens a port for each host that attaches to it."""
 
     def __init__(self, options: RelayOptions | None = None):
         self.options = options or RelayOptions()

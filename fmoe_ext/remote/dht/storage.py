@@ -7,9 +7,9 @@ RoutingTable sorts nodes into Kademlia's k-buckets by their XOR distance from th
 So a node knows all its near neighbours and some nodes far away, k log2(n) of n in all.
 
 RecordStore keeps records under keys: those of uids and those of their prefixes. Everything in both may come from an
-attacker. So each collection has a bound, and newcomers do not push entries out of a full one: nodes that answer stay,
-records that live stay. Only where owners compete for room below a prefix does each get an equal share, or one of them
-could fill it with claims.
+attacker. So each collection has a bound, and newcomers do not push out what is good: nodes that answer stay in their
+bucket, records that live stay. Only where owners compete for room below a prefix does each get an equal share, or one
+of them could fill it with claims; and of spare nodes the one that answered longest ago goes.
 """
 
 import heapq
@@ -38,7 +38,7 @@ class _Bucket:
     """Nodes at distances [2^i, 2^(i+1)) by id, least recently seen first."""
 
     peers: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
-    # that take the place of one that fails
+    # nodes beyond bucket_size, which take the place of one that fails
     spare: OrderedDict[int, Peer] = field(default_factory=OrderedDict)
 
 

@@ -80,7 +80,7 @@ class Replica:
     # ---------------------------------------------------------------- updates
 
     def receive(self, append: Append) -> Reply:
-        """Answer an update or a probe of a leader; an accepted update is in the log when this returns."""
+        """Answer an update or a probe of a leader; an accepted update is in the log by then, or waits for the copy."""
         # 1. of a term that is over, or of a larger one than any before
         ledger = self.ledger
         if append.term < ledger.seen or append.term.leader == self.site.name:

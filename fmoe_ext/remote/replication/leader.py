@@ -8,8 +8,8 @@ A term goes through three phases; the numbers are those of the invariants of doc
                 updates may be missing (7).
     ended       The lease is over, a larger term was seen, or etcd refused a write (5). Updates that were not answered
                 fail, and their clients ask the next leader again under the same request ids (4).
-Everything here runs on the event loop, except holds(). Steps run on the thread that computes; the Ledger's lock keeps
-both in one order.
+Everything here runs on the event loop, except takes_steps() and holds(). Steps run on the thread that computes; the
+Ledger's lock keeps both in one order.
 """
 
 import asyncio

@@ -40,13 +40,13 @@ class Vacancy:
     revision: int  # of the record
     alive: Collection[str]  # servers with a lease
     offers: Mapping[str, keys.Offer]  # by server
-    seconds: float  # since when nobody leads under this record
-    hopeless_seconds: float  # since when no member is alive that could lead
+    seconds: float  # for which nobody has led under this record
+    hopeless_seconds: float  # for which no member has been alive that could lead
     recovery_wait: float  # seconds that a recovery which would lose updates waits for a newer state
     ttl: float  # of leases
     start: int | None = None  # version at which the term of the end began
     requests: int = 0  # gradients in the log up to the end
-    lacks: int = 0  # version in this server's damaged checkpoint
+    lacks: int = 0  # version in this server's damaged checkpoint; 0: none
 
 
 @dataclass(frozen=True)

@@ -3,8 +3,8 @@
 Four rules keep a server from acting on what is no longer true.
     lease   All that it claims (its entry, leader's keys, offers) lies under one lease and vanishes with it. It counts
             the lease from before it asked for the renewal, so it stops leading before etcd lets another server lead.
-    guards  A write compares the revision on which it was decided: of the leader's key, or of the record. So a late
-            write of a former leader changes nothing.
+    guards  A write to a leader's key or to a record succeeds only at the revision (of one of them) on which it was
+            decided. So a late write of a former leader changes nothing.
     lost    A transaction may have been done although no answer came. So a leader whose write is not answered ends its
             term, and a server gives back any leader's key in its name that it knows nothing of (`abandon`).
     view    The watch and the answers of transactions both bring keys, in no order; an older revision of a key does not
@@ -99,7 +99,10 @@ class _View:
 
 
 class Registry:
-    """A server's lease in etcd, its transactions, and its view. changed(): called when view or lease change."""
+    """A server's lease in etcd, its transactions, and its view.
+
+    changed(): called when a reading or the watch has changed the view, and when the lease has ended or was not renewed.
+    """
 
     def __init__(self, store: EtcdClient, server: str, ttl: float):
         self.store, self.server = store, server

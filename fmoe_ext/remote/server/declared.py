@@ -6,7 +6,7 @@ stops serving it; a later claim may give it back.
 
 A holder of a warm copy looks at the owner by Info, and copies by State when something has changed. When the owner's
 record has expired, the holder claims the expert with its copy (_take_over). An owner that is asked to stop refuses
-gradients, says that it is leaving, and waits until holders have the last version (stop).
+gradients, says that it is leaving, and waits up to HAND_OVER_SECONDS until holders have the last version (stop).
 """
 
 import asyncio
@@ -38,10 +38,10 @@ COPY_SECONDS = 600.0  # for a copy to come whole: no gradient waits for it
 class WarmCopies:
     """Copies of experts that other servers own: looks LOOKS_A_PERIOD times a period, and copies changes once a period.
 
-    When an owner's record has expired, its expert is claimed and hosted here. Updates since the last copy are lost: at
-    most one period of them, if copies succeeded. updates_lost_total counts those that are known (the version at the
-    last look less the copy's), takeovers_total the takeovers. An owner that is asked to stop waits for a last copy, so
-    that nothing is lost.
+    When an owner's record has expired, its expert is claimed and hosted here. Updates since the last copy are lost:
+    about one period of them, if copies succeeded. updates_lost_total counts those that are known (the version at the
+    last look less the copy's), takeovers_total the takeovers. An owner that is asked to stop waits for a last copy
+    (HAND_OVER_SECONDS at most): if that comes, nothing is lost.
     """
 
     def __init__(

@@ -3,8 +3,8 @@
 A server that takes all that comes dies of the one client that sends too much. So a call first waits for memory, by the
 size that it announces, before a byte of it is read; then it waits in the queue of its peer until the device is free.
     bounded   a call that finds no room in a queue is refused at once, and its caller may go elsewhere
-    fair      a peer has half of the memory at most; the device takes one call of each peer in turn, so that a thousand
-              calls of one peer delay another peer's call by one call and not by a thousand
+    fair      a peer has half of the memory at most, or one call; the device takes a call of each peer in turn, so that
+              a thousand calls of one peer delay another peer's call by one call and not by a thousand
     batched   waiting calls of one kind, forward or backward, are computed together, as many as fit
 ByteBudget lives on the event loop and needs no lock. FairQueue hands jobs from the loop to the thread that computes.
 """
@@ -48,7 +48,7 @@ class Job:
 
     uid: str
     inputs: tuple[torch.Tensor, ...]
-    # called once, with an Answer or an exception, on the thread that computes
+    # called once, with an Answer or an exception, from any thread
     done: Callable[[object], None]
     grad: torch.Tensor | None = None  # of the output; None: a forward call
     request_id: str = ""  # "": the client does not repeat it
@@ -109,8 +109,9 @@ class Held:
 class ByteBudget:
     """The bytes of calls under way, on one event loop: `limit` in all, of which a peer has half at most, or one call.
 
-    Calls that wait are admitted in the order of their arrival. They cost memory too: grpc buffers a window of each
-    before it is read. These windows are counted apart and bounded alike; a call beyond that is refused at once.
+    Calls that wait are admitted in the order of their arrival, passing over peers that have their share. They cost
+    memory too: grpc buffers a window of each before it is read. These windows are counted apart and bounded alike; a
+    call beyond that is refused at once.
     """
 
     def __init__(self, limit: int, max_waiting: int = 4096):

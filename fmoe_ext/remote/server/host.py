@@ -2,8 +2,8 @@
 
 A batch is cut into *rounds*: in a round all rows of an expert have one shape, so that all its experts are one product.
 A backward steps each expert once, for all gradients of the round together: an *update*, which gives the next version.
-Senders are answered when `when_committed` calls back: at once, or with replicas when enough have the update. Replicas
-repeat an update and get the same bits.
+Senders are answered when `when_committed` calls back: at once, or with replicas when all members have the update.
+Replicas on equal processors repeat an update and get the same bits.
 """
 
 import functools

@@ -25,7 +25,7 @@ class Metrics:
     """Numbers of a server by name (without PREFIX) and labels. A label has few values, never one for each client.
 
     They are gathered here and not by prometheus_client, because the status page and the line of progress show them too.
-    That package only writes Prometheus' format, and only /metrics needs it.
+    That package only writes Prometheus' format; --http_on asks for it at the start.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""Saver: writes changed experts to disk after each period, and reads all files again now and then to find damage.
+"""Saver: write changed experts to disk after each period, and read all files again now and then to find damage.
 
 What cannot be written is counted and shown (failures), and tried again after the next period.
 """
@@ -61,7 +61,7 @@ class Saver:
         return states, damaged
 
     async def set_aside(self, uid: str, error: Damaged) -> None:
-        """Renames a damaged file, to keep it; raises `error` and renames nothing if it is whole when read again."""
+        """Rename a damaged file, to keep it; raise `error` and rename nothing if it is whole when read again."""
         name = await self._call(self.checkpoints.set_aside, uid)
         if name is None:
             raise error
@@ -160,7 +160,7 @@ class Saver:
             self.failures.pop(uid, None)
 
     async def end(self, save: bool) -> None:
-        """Releases the folder's lock; if `save`, what has changed is saved first, with PATIENCE."""
+        """Release the folder's lock, unless a thread still writes; save: write what has changed before that."""
         if save:
             await self.save(PATIENCE)
         if not self.is_stuck:  # else a thread still writes there: the lock ends with the process

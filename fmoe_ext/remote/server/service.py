@@ -3,9 +3,9 @@
     Intake          checks who calls, waits until there is memory for the whole message, and only then reads it
     ExpertService   compares the tensors with the expert's schema, and puts a Job into the queue
     ComputeThread   takes jobs that wait as one batch, runs it on the ExpertHost, and hands the answers to the loop
-One event loop serves all connections and one thread computes, so an expert's weights need no lock, and a call that is
-slow to arrive delays no other. Bytes (by Intake) and calls (by the queue) are bounded before they are read. An error
-reaches the caller as a grpc status code with one sentence: CODES.
+One event loop serves all connections and one thread computes, so an expert's weights need no lock, and the device waits
+for no call that is slow to arrive. Intake bounds the bytes of calls before it reads them, the queue their number.
+An error reaches the caller as a grpc status code with one sentence: CODES.
 """
 
 import asyncio
@@ -64,7 +64,7 @@ class ComputeThread:
         self._thread.start()
 
     def stop(self, timeout: float = 10.0) -> None:
-        """Ends the thread once all that waits in the queue is done, or stops waiting for it after `timeout` seconds."""
+        """End the thread once all that waits in the queue is done, or stop waiting for it after `timeout` seconds."""
         self.queue.close()
         self._thread.join(timeout)
 
@@ -325,7 +325,7 @@ class ExpertService:
         self._under_way: dict[tuple[str, str], asyncio.Future[Answer]] = {}  # gradients, by (uid, request id)
 
     def handlers(self) -> grpc.GenericRpcHandler:
-        """Make the grpc methods; those whose messages may be long exist twice, whole and in parts."""
+        """Make the grpc methods; Forward and Backward exist twice, with whole messages and in parts."""
         info, forward, backward, state = (
             functools.partial(self._answer, method)
             for method in (self._info, self._forward, self._backward, self._state)

@@ -104,7 +104,7 @@ def end_of_weights(ledger: Ledger) -> End:
 
 
 def _copy_all(given: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor], uid: str) -> None:
-    # all are checked before the first is copied: a bad state must not leave half of an expert
+    # all are checked before the first is copied, so that one that does not fit changes none
     for name, p in wanted.items():
         x = given.get(name)
         if x is None or x.shape != p.shape or x.dtype != p.dtype:
