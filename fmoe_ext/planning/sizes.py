@@ -249,6 +249,7 @@ def counted(model: Any) -> Sizes:
         of_experts = _experts_of(layer)
         dense, active = _size(layer) - of_experts, of_experts * K / num_experts
         widths: dict[str, int] = {}  # of the projections of attention
+        of_mlp = 0  # width of gate and up outside of experts: of a dense or a shared MLP
         for name, p in layer.named_parameters():
             leaf = name.split(".")[-2] if "." in name else name
             if p.dim() == 2 and leaf in ("q_proj", "k_proj", "v_proj"):
@@ -257,10 +258,16 @@ def counted(model: Any) -> Sizes:
                 widths.setdefault(
                     "q_proj", p.shape[1]
                 )  # where queries come from no q_proj (latent attention)
+            elif (
+                p.dim() == 2
+                and leaf in ("gate_proj", "up_proj", "gate_up_proj")
+                and not _EXPERTS.search(name)
+            ):
+                of_mlp += p.shape[0]
         q, k = widths.get("q_proj", 0), widths.get("k_proj", 0)
         kv = k + widths.get("v_proj", k)  # values may be the keys
-        # gate and up are two of the three matrices of a gated MLP, here taken for a third of a layer without experts
-        hidden = (active or dense / 3) * 2 / (3 * D)
+        # gate and up are two of the three matrices of a gated MLP; without these names the MLP is taken for two thirds
+        hidden = (active * 2 / (3 * D) + of_mlp) or dense * 4 / (9 * D)
         blocks.append(Block(dense, of_experts, active, q, kv, hidden, bool(active)))
     rest = _size(model) - sum(map(_size, layers)) - of_head
     return Sizes(blocks, of_head, rest, D, text.vocab_size, num_experts, K)

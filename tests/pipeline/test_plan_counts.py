@@ -57,3 +57,23 @@ def test_layers_with_heads_of_their_own(tmp_path, capsys):
     main(["plan", "--model", str(tmp_path), "--ranks", "2", "--json"])
     out = capsys.readouterr()
     assert '"layouts"' in out.out and not out.err
+
+
+@pytest.mark.parametrize(
+    ("kind", "changes", "width"),
+    [
+        ("llama", {"intermediate_size": 88}, 2 * 88),
+        ("phi3", {"intermediate_size": 88, "pad_token_id": 0}, 2 * 88),
+        (
+            "qwen2_moe",
+            {"moe_intermediate_size": 24, "num_experts_per_tok": 2, "shared_expert_intermediate_size": 40},
+            2 * (2 * 24 + 40),
+        ),
+    ],
+)
+def test_gate_and_up_of_a_token(tmp_path, kind, changes, width):
+    """The backward needs the gate and up projections of dense and shared MLPs as well."""
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 1}
+    transformers.AutoConfig.for_model(kind, vocab_size=64, **sizes, **changes).save_pretrained(tmp_path)
+    found, _ = sizes_of(str(tmp_path))
+    assert [block.hidden for block in found.blocks] == [width]
