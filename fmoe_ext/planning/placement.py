@@ -1,8 +1,9 @@
 """Place experts anew: they move between ranks, with their optimizer's state, to even out the load while a run trains.
 
-plan() finds an order of the experts for a recorded load, move_experts() brings weights, gradients and the optimizer's
-rows there by one exchange each, and rebalance() does both where it pays. Results do not change, as the layer sends
-tokens to wherever an expert lives; only the busiest rank, which all others wait for, has less to do.
+A training loop calls rebalance() between steps. Where it pays, plan() finds an order of the experts for the load since
+the last call, and move_experts() brings weights, gradients and the optimizer's rows there by one exchange each. Results
+do not change, as the layer sends tokens to wherever an expert lives; only the busiest rank, which all others wait for,
+has less to do.
 """
 
 import logging

@@ -1,6 +1,7 @@
 """Find the best live experts of a grid for each token by beam search, asking discovery one coordinate at a time.
 
-A token wants the experts with the highest scores; the score of expert grid.i.j is a sum, scores[0][i] + scores[1][j].
+RemoteMixtureOfExperts (client/moe.py) calls beam_search() once a forward. A token wants the experts with the highest
+scores; the score of expert grid.i.j is a sum, scores[0][i] + scores[1][j].
 A grid of n x n experts is too large to ask for each, so the search goes down the coordinates:
     1. ask which i live below "grid"; of each token's, keep the beam_size with the highest scores: its *beam*
     2. ask which j live below each "grid.i" of any beam; keep the beam_size pairs with the highest sums; and so on

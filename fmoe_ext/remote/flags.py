@@ -1,4 +1,4 @@
-"""Declare the flags of commands as fields of dataclasses, and read them from the command line or a YAML file.
+"""Declare the flags of fmoe-server and fmoe-dht as fields of dataclasses; read them from arguments or a YAML file.
 
     @dataclass
     class Options:

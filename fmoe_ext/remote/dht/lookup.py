@@ -1,4 +1,4 @@
-"""Search for the nodes nearest to keys: Kademlia's iterative search, for many keys at once.
+"""Search for the nodes nearest to keys: Kademlia's iterative search, for many keys at once (KademliaNode.find()).
 
     1. begin with the nodes of our table that are nearest to the key
     2. ask the nearest ones that have not been asked, ALPHA at a time, for nearer ones; one that is dead costs a timeout

@@ -1,4 +1,4 @@
-"""EtcdClient calls etcd: keys, transactions, leases and watches. EtcdDiscovery finds and claims experts in it.
+"""EtcdClient calls etcd, for replication/registry.py; EtcdDiscovery finds and claims experts in it, for clients.
 
 etcd is a small key-value store that several machines keep in agreement.
     revision      a number that each change increases; a key has those of its creation and of its last change

@@ -1,4 +1,4 @@
-"""Decide what a server does about an expert that no server leads. Pure functions of what it sees: no effects.
+"""Decide, by pure functions of what a server sees, what it does about an expert without leader; replicas.py does it.
 
     A member in the record    has every acknowledged update, so any of them may lead at once (LEAD). If the last leader
                               has named a successor that lives, the others leave it SUCCESSOR_SECONDS.

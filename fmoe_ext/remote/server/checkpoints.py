@@ -1,4 +1,4 @@
-"""Checkpoints: save each expert to a file of its own and load it, with checksums over every byte.
+"""Checkpoints: save each expert to a file of its own and load it, with checksums over every byte; for saving.py.
 
 Disks return wrong bytes without an error, and a power cut leaves half a file. So a file is written under another
 name, synced and renamed, and every byte that is read is compared before it is used. A damaged file is set aside under a
