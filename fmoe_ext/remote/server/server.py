@@ -115,7 +115,7 @@ class Server:
         # 1. take a port, on which nothing is answered yet
         self._grpc = grpc.aio.server(
             options=protocol.server_options(self.options.max_message_bytes),
-            # max_waiting calls may wait for memory and as many for the device; the other half is for calls about them
+            # twice the calls that may wait (max_waiting for memory, as many for the device): others are read, answered
             maximum_concurrent_rpcs=4 * self.options.max_waiting,
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
