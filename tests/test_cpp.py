@@ -383,6 +383,7 @@ def test_folder_of_checkpoint_save(built, tmp_path):
     for entries, text in [
         ({"chunks": [first]}, "its parts are not together [4, 32, 8]"),
         ({"chunks": [first, [[3, 0, 0], *second[1:]]]}, "has a part that is outside of it"),
+        ({"chunks": [first, [[0, 0, 0], *second[1:]]]}, "has parts that overlap"),
         ({"chunks": [first, [*second[:2], "../x", *second[3:]]]}, "is no name of a file in this folder"),
         ({"chunks": [first, [*second[:3], 10**12, second[4]]]}, "is truncated: it has no"),
         ({"chunks": [first, [*second[:3], second[3] + 1, second[4] - 1]]}, "cannot be read"),

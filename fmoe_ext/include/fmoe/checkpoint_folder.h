@@ -7,6 +7,7 @@
 #include <fstream>
 #include <iterator>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include <torch/serialize.h>
@@ -105,6 +106,7 @@ inline Tensor read_tensor(const std::filesystem::path& folder, const std::string
               " has no shape, dtype or chunks");
   const auto sizes = sizes_of(where, *shape);
   Tensor whole;
+  std::vector<std::pair<std::vector<int64_t>, std::vector<int64_t>>> places;  // offsets, lengths
   int64_t missing = 1;
   for (const int64_t size : sizes)
     TORCH_CHECK(!__builtin_mul_overflow(missing, size, &missing), where, " is too large");
@@ -114,6 +116,13 @@ inline Tensor read_tensor(const std::filesystem::path& folder, const std::string
     bool fits = offsets.size() == sizes.size() && lengths.size() == sizes.size();
     for (size_t i = 0; fits && i < sizes.size(); ++i) fits = offsets[i] + lengths[i] <= sizes[i];
     TORCH_CHECK(fits, where, " has a part that is outside of it");
+    for (const auto& [begins, counts] : places) {
+      bool overlap = true;  // in every dimension
+      for (size_t i = 0; i < sizes.size(); ++i)
+        overlap &= offsets[i] < begins[i] + counts[i] && begins[i] < offsets[i] + lengths[i];
+      TORCH_CHECK(!overlap, where, " has parts that overlap");  // they would leave a gap
+    }
+    places.emplace_back(offsets, lengths);
     const Tensor tensor = read_part(folder, where, part, dtype_named(where, dtype->text));
     if (!whole.defined()) whole = torch::empty(sizes, tensor.options());
     Tensor place = whole;
@@ -129,9 +138,8 @@ inline Tensor read_tensor(const std::filesystem::path& folder, const std::string
 }  // namespace detail
 
 // The model's tensors in a folder of checkpoint.save(), the newest step of it or one step's own folder.
-// c10::Error that names file and tensor for truncated files and parts that do not fit. Parts that overlap and
-// leave as large a gap are not found, and hashes are not compared:
-// `python -m fmoe_ext.checkpoint inspect` does that.
+// c10::Error that names file and tensor for truncated files and parts that do not fit. Hashes are not
+// compared: `python -m fmoe_ext.checkpoint inspect` does that.
 inline StateDict read_checkpoint(const std::string& path) {
   const auto folder = detail::step_folder(path);
   const std::string where = (folder / "manifest.json").string();
