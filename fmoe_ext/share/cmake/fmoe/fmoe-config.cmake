@@ -2,7 +2,7 @@
 # fmoe::headers without the operators, for a library that Python loads beside fmoe_ext, which has them.
 #
 # The operators are in lib/libfmoe.so of an installed prefix or of a build's folder, and in _C.abi3.so of a wheel.
-# Those for CUDA, where there are any, are in libfmoe_cuda.so or _C_cuda.abi3.so.
+# Those for CUDA, where LibTorch has CUDA too, are in libfmoe_cuda.so or _C_cuda.abi3.so.
 get_filename_component(_fmoe_root "${CMAKE_CURRENT_LIST_DIR}/../../.." ABSOLUTE)
 if(NOT TARGET torch)
   find_package(Torch QUIET)
@@ -18,7 +18,11 @@ endif()
 if(NOT fmoe_LIBRARIES)
   file(GLOB _fmoe_folders "${_fmoe_root}/lib/*-linux-gnu")
   list(APPEND _fmoe_folders "${_fmoe_root}/lib" "${_fmoe_root}/lib64" "${_fmoe_root}")
-  foreach(_fmoe_names IN ITEMS "libfmoe.so _C.abi3.so" "libfmoe_cuda.so _C_cuda.abi3.so")
+  set(_fmoe_modules "libfmoe.so _C.abi3.so")
+  if(TARGET torch_cuda) # A LibTorch for CPUs lacks what the other one calls.
+    list(APPEND _fmoe_modules "libfmoe_cuda.so _C_cuda.abi3.so")
+  endif()
+  foreach(_fmoe_names IN LISTS _fmoe_modules)
     string(REPLACE " " ";" _fmoe_names "${_fmoe_names}")
     unset(_fmoe_library CACHE)
     find_file(_fmoe_library NAMES ${_fmoe_names} PATHS ${_fmoe_folders} NO_DEFAULT_PATH)
