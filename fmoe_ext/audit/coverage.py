@@ -10,8 +10,8 @@ each operator, and a TorchFunctionMode, which knows the function that it was cal
 * they compute each number by itself and alike at every place: each is tried twice on copies, in vectors and one by one;
 * they are of _IN_VECTORS (gelu, silu, pow), and the mode filled their memory up to whole vectors (whole_vectors);
 * they sum rows, and the mode gave them contiguous ones of one dimension, as long in each forward: a row of keys grows
-  with the text, and zeros behind the others change the order of the sum. Those that choose among numbers by their
-  order, some of which are equal, choose others in a longer row.
+  with the text, and zeros behind the others change the order of the sum. So do those that choose among numbers by
+  their order: of equal ones, as repeated tokens have, they choose others in a longer row.
 
 All others are named, unless every forward gave them the same sizes: products and softmax too, which under the mode are
 operators of fmoe_ext. One that has the same sizes whatever the text, as the slopes of ALiBi have, computes the same
@@ -36,18 +36,18 @@ from fmoe_ext.ops.in_order import EXACT_POWERS, REPLACEMENTS, whole_vectors
 # Names of aten's operators, without the _ of those in place, whose bits do not depend on the shape. Elementwise ones
 # (Tag.pointwise) need no entry: _is_alike_at_every_place() tries them.
 _ANY_SHAPE = frozenset({
-    "_local_scalar_dense", "_prelu_kernel", "_to_copy", "_unique2", "_unsafe_index", "_unsafe_index_put",
-    "_unsafe_masked_index", "_unsafe_view", "amax", "amin", "aminmax", "argmax", "argmin", "avg_pool1d",
-    "bernoulli", "bucketize", "cat", "clone", "complex", "constant_pad_nd", "copy", "cummax", "cummin",
-    "cumprod", "cumsum", "diagonal_scatter", "embedding", "exponential", "fill", "flip", "floor_divide",
-    "gather", "hardswish", "hardtanh", "histc", "index", "index_add", "index_copy", "index_fill", "index_put",
-    "index_select", "kthvalue", "lift_fresh", "log_sigmoid_forward", "logcumsumexp", "masked_fill",
-    "masked_scatter", "masked_select", "max", "median", "min", "multinomial", "native_dropout",
-    "native_group_norm", "native_layer_norm", "nll_loss_forward", "nonzero", "normal", "polar",
-    "reflection_pad1d", "reflection_pad2d", "repeat", "repeat_interleave", "replicate_pad1d", "roll", "scatter",
-    "scatter_add", "searchsorted", "select_scatter", "slice_scatter", "sort", "stack", "take", "topk",
-    "transpose", "tril", "triu", "uniform", "unsafe_chunk", "unsafe_split", "unsafe_split_with_sizes",
-    "view_as_complex", "view_as_real", "where", "zero",
+    "_embedding_bag", "_embedding_bag_forward_only", "_local_scalar_dense", "_prelu_kernel", "_to_copy",
+    "_unique2", "_unsafe_index", "_unsafe_index_put", "_unsafe_masked_index", "_unsafe_view", "amax", "amin",
+    "aminmax", "argmax", "argmin", "avg_pool1d", "bernoulli", "bucketize", "cat", "clone", "complex",
+    "constant_pad_nd", "copy", "cummax", "cummin", "cumprod", "cumsum", "diagonal_scatter", "embedding",
+    "exponential", "fill", "flip", "floor_divide", "gather", "hardswish", "hardtanh", "histc", "index",
+    "index_add", "index_copy", "index_fill", "index_put", "index_select", "kthvalue", "lift_fresh",
+    "log_sigmoid_forward", "logcumsumexp", "masked_fill", "masked_scatter", "masked_select", "max", "median",
+    "min", "multinomial", "native_dropout", "native_group_norm", "native_layer_norm", "nll_loss_forward",
+    "nonzero", "normal", "polar", "reflection_pad1d", "reflection_pad2d", "repeat", "repeat_interleave",
+    "replicate_pad1d", "roll", "scatter", "scatter_add", "searchsorted", "select_scatter", "slice_scatter",
+    "sort", "stack", "take", "topk", "transpose", "tril", "triu", "uniform", "unsafe_chunk", "unsafe_split",
+    "unsafe_split_with_sizes", "view_as_complex", "view_as_real", "where", "zero",
 })  # fmt: skip
 # another function for the elements after the last whole vector
 _IN_VECTORS = frozenset({
@@ -185,19 +185,14 @@ def _not_in_place(operator: Any) -> Any:
 
 
 def _row_length(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """Return how many numbers an operator sums, or chooses from though some are equal; None for others."""
+    """Return how many numbers an operator sums, or chooses from by their order; None for others."""
     name, x = _base(operator), args[0] if args else None
     if operator.namespace != "aten" or not isinstance(x, Tensor) or not x.is_floating_point() or not x.dim():
         return None
     if name in _OF_ROWS:
         return x.shape[-1]
     given = _named(operator, args, kwargs)
-    if name not in _BY_ORDER or given.get("stable"):
-        return None
-    dim = given.get("dim", -1)
-    # masked numbers are -inf or the smallest one; the difference of two -inf is NaN
-    ordered = x.masked_fill(x == torch.finfo(x.dtype).min, -torch.inf).sort(dim).values
-    return x.shape[dim] if bool((ordered.diff(dim=dim) == 0).any()) else None
+    return x.shape[given.get("dim", -1)] if name in _BY_ORDER and not given.get("stable") else None
 
 
 def _is_alike_at_every_place(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
