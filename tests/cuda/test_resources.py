@@ -57,10 +57,10 @@ def test_committed_machine_code(committed):
     assert all(kernel.instructions > 0 and kernel.hgmma == 0 for kernel in committed if kernel not in hopper)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_nvcc
 def test_hopper_kernels_compile_as_the_table_says(committed, hopper_reports):
-    """The products whose speed hangs on registers; the whole table is compiled by the slow test below."""
+    """Their speed hangs on registers. test_table_is_current sees every change of a source, without nvcc."""
     for source, report in hopper_reports.items():
         assert "serializ" not in report.ptxas, report.ptxas
         expected = [
@@ -70,7 +70,7 @@ def test_hopper_kernels_compile_as_the_table_says(committed, hopper_reports):
         assert [kernel.as_ptxas_says() for kernel in found] == [kernel.as_ptxas_says() for kernel in expected]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_nvcc
 @needs_cuobjdump
 def test_hopper_machine_code(hopper_reports):
@@ -78,7 +78,7 @@ def test_hopper_machine_code(hopper_reports):
         check_machine_code(resources.kernels_of(source, report))
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_nvcc
 @needs_cuobjdump
 def test_hopper_main_loops(hopper_reports):
