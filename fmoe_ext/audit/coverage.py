@@ -252,6 +252,10 @@ def _is_in_order(
         name in ("index_put", "_unsafe_index_put", "_index_put_impl") and True in args[3:]
     ):  # accumulate: in any order
         return False
+    if name in ("div", "reciprocal") and any(x.is_complex() for x in given):
+        return False  # rounded otherwise in vectors, for numbers that are rare
+    if name == "scatter_reduce" and _named(operator, args, kwargs)["reduce"] in ("amax", "amin"):
+        return True  # a maximum has no order
     if name == "index_add" and kwargs.get("alpha", 1) != 1:  # 16 bits are rounded otherwise in vectors
         return given[0].itemsize > 2
     if name == "rsqrt" and given[0].itemsize > 2:

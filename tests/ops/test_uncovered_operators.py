@@ -62,6 +62,8 @@ NAMED = {
     "aten.linalg_vector_norm": lambda _, x: torch.linalg.vector_norm(x.T.contiguous(), dim=-1),
     "aten.topk": lambda _, x: x.topk(3, 0).indices * x[:1, :1],
     "aten.sort": lambda _, x: x.sort(0).indices * x[:1, :1],
+    "aten.div": lambda _, x: x.cfloat() / torch.complex(x, x.cos()),
+    "aten.reciprocal": lambda _, x: torch.complex(x, x.cos()).reciprocal(),
     "aten.angle": lambda _, x: torch.angle(torch.complex(x, x.cos()), out=torch.empty_like(x)),
 }
 
@@ -82,6 +84,7 @@ NOT_NAMED = {
     "equal numbers in some rows of two lengths": lambda _, x: (
         (0 * x).topk(2)[0] + (x[:, :3] * (len(x) > 9)).topk(2)[0]
     ),
+    "maxima of parts": lambda _, x: x.scatter_reduce(0, torch.zeros(len(x), 4).long(), x, "amax"),
     "a stable order": lambda _, x: x.sort(dim=0, stable=True).indices * x[:1, :1],
     "embedding_bag": lambda _, x: (
         nn.functional.embedding_bag(torch.zeros(len(x), 3).long(), torch.eye(4)) + x
