@@ -2,8 +2,8 @@
 //
 // A row is one choice (exchange="choice"), or one token for a way (exchange="token"): a way is a chunk of a
 // rank's experts, and the choices of a token that go one way share a row. The kind of a row is its expert, or
-// its way, among those of its rank. Rows lie in the order of sending, by rank, so that all that follows is
-// cut from counts of rows.
+// its way, among those of its rank. Rows are sorted by the rank that they are sent to, so counts of rows say
+// where each part of them begins.
 
 #include <torch/csrc/stable/library.h>
 

@@ -79,42 +79,24 @@ def run(*command, **options):
 
 
 def train_with_operators_of_this_checkout(name, folder, *options, **env):
-    """Builds libfmoe.so too, into build/`name` -> train_in_cpp()."""
+    """Builds libfmoe.so too, into build/`name`, and trains every case for some steps -> {case: tensors}."""
     where = ROOT / "build" / name
     build(ROOT, where, torch.utils.cmake_prefix_path, "-DFMOE_TESTS=ON", *options)
-    return train_in_cpp(where / "tests/cpp/run_parity", folder, **env)
-
-
-def train_in_cpp(program, folder, **env):
-    """Trains every case for some steps -> {case: tensors}."""
     for case in CASES:
         save_file(make_inputs(case, steps=FEW_STEPS), folder / f"{case}.in.safetensors")
-    no_leaks = {"ASAN_OPTIONS": "detect_leaks=0"}  # LibTorch keeps its registries
-    run(program, folder, *CASES, env={**os.environ, **no_leaks, **env})
+    run(where / "tests/cpp/run_parity", folder, *CASES, env={**os.environ, **env})
     return {case: load_file(folder / f"{case}.out.safetensors") for case in CASES}
 
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore:.*has no balance loss")
-def test_sanitizers_find_nothing_in_headers(tmp_path):
-    """Headers built with AddressSanitizer and UBSan, beside the package's operators: the values of Python."""
-    where = ROOT / "build" / "cpp_sanitized_headers"
-    # not optimised, as compiling takes the time; FMOE_SANITIZE leaves the -O1 out
-    flags = "-fsanitize=address,undefined -fno-sanitize-recover=undefined -D_GLIBCXX_ASSERTIONS -g1"
-    options = f"-DCMAKE_CXX_FLAGS={flags}", "-DFMOE_SANITIZE=ON"
-    build(ROOT / "tests" / "cpp", where, info.cmake_prefix_path(), *options)
-    check_sanitized(train_in_cpp(where / "run_parity", tmp_path))
-
-
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore:.*has no balance loss")
 def test_sanitizers_find_nothing(tmp_path):
-    """Headers and operators built with both."""
-    check_sanitized(train_with_operators_of_this_checkout("cpp_sanitized", tmp_path, "-DFMOE_SANITIZE=ON"))
-
-
-def check_sanitized(results):
-    for name, found in results.items():
+    """Headers and operators built with AddressSanitizer and UBSan: the values of Python."""
+    no_leaks = {"ASAN_OPTIONS": "detect_leaks=0"}  # LibTorch keeps its registries
+    sanitized = train_with_operators_of_this_checkout(
+        "cpp_sanitized", tmp_path, "-DFMOE_SANITIZE=ON", **no_leaks
+    )
+    for name, found in sanitized.items():
         expected = train(name, make_inputs(name, steps=FEW_STEPS))
         torch.testing.assert_close(found, expected, check_dtype=False)
 

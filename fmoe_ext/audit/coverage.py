@@ -2,8 +2,8 @@
 
 The mode replaces functions of torch where Python calls them. What multiplies inside of one function (an LSTM, a Fourier
 transform, a script of TorchScript) or is an operator called by its name (torch.ops.aten.mm) it does not see. A few
-texts may have equal bits all the same, by luck. So forwards are run once more under a TorchDispatchMode, which sees
-each operator, and a TorchFunctionMode, which knows the function that it was called by. Operators are in order if
+texts may have equal bits by luck. So forwards run once more under two modes: a TorchDispatchMode sees each operator,
+and a TorchFunctionMode knows the function that called it. Operators are in order if
 
 * they move, choose or draw numbers, or torch was found to compute them alike for every shape (_ANY_SHAPE: layer_norm,
   cumsum, scatter_add);
