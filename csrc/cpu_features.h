@@ -22,6 +22,7 @@ extern std::atomic<CpuIsa> isa_in_use;
 
 // The most capable set in use: the fastest of the processor, unless _set_cpu_isa named another one.
 inline CpuIsa cpu_isa() { return detail::isa_in_use.load(std::memory_order_relaxed); }
+inline bool use_avx2() { return cpu_isa() >= CpuIsa::avx2 && cpu_isa() <= CpuIsa::amx_bf16; }
 inline bool use_avx512() { return cpu_isa() >= CpuIsa::avx512 && cpu_isa() <= CpuIsa::amx_bf16; }
 
 }  // namespace fmoe_ext

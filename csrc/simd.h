@@ -1,5 +1,6 @@
-// Vector code outside the GEMM: functions marked FMOE_AVX512 may only be called when use_avx512() says so
-// (cpu_features.h). Every use has a portable counterpart, which is all there is outside x86-64.
+// Vector code outside the GEMM: functions marked FMOE_AVX512 may only be called when use_avx512() says so,
+// those marked FMOE_AVX2 when use_avx2() does (cpu_features.h). Every use has a portable counterpart, which
+// is all there is outside x86-64.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)
@@ -12,6 +13,7 @@
 #include <immintrin.h>
 #pragma GCC diagnostic pop
 #define FMOE_AVX512 __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,fma")))
+#define FMOE_AVX2 __attribute__((target("avx2,fma")))
 #else
 #define FMOE_X86 0
 #endif
