@@ -1,8 +1,8 @@
 """Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange (make_plan).
 
-ExactPlan sends each row once, in sizes that one copy to the host brings: its only wait. TracedPlan does so
-in a compiled graph. StaticPlan sends every rank max_rows_per_rank rows, some of them padding, so that nothing waits for
-sizes.
+ExactPlan sends each row once, in sizes that one copy to the host brings: its only wait. TracedPlan does so in a
+compiled graph and waits twice, for the headers and for the sizes. StaticPlan sends every rank max_rows_per_rank rows,
+some of them padding, so that nothing waits for sizes.
 
 Ranks that are in different layers, or have tokens of another width, would read each other's rows as their own. So each
 message of counts begins with a header, and every rank compares the headers of all: all raise, or none does. A message
@@ -166,6 +166,9 @@ class StaticPlan(Plan):
         if step.is_traced and limit.is_read_now(sent):
             layout = placement.layout
             self._received = agree_on_rows(sent, limit.max_rows, layout, group, step.before_exchange)
+            # It has raised, or this is False. The rows that are sent need it (mark_lost): otherwise a compiler could
+            # send them first, or, if nobody else reads what was received, take agree_on_rows() out of the graph.
+            self._lost = (self._received[:, _LENGTH] > limit.max_rows).any()
             return
         self._received = step.exchange_counts(lambda: exchange_counts(sent, group), group)
         if limit.is_read_now(sent):

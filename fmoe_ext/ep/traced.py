@@ -1,9 +1,11 @@
-"""Exchange rows in a compiled graph, by operators that the compiler traces; sizes come as one copy to the host.
+"""Exchange rows in a compiled graph, by operators that the compiler traces; sizes come from the host.
 
-All experts of a rank are one chunk, so nothing travels while others compute; each expert's sums are the same.
+schedule.Exchange uses TracedRowExchange there and _RowExchange elsewhere. All experts of a rank are one chunk, so
+nothing travels while others compute; each expert's sums are the same as in chunks.
 
 A compiler may reorder operators that need nothing of each other; ranks whose exchanges come in different orders would
-wait for each other forever. So each exchange takes a result of the one before it (plan.agree_on_rows, in_turn).
+wait for each other forever. So each exchange takes a result of the one before it (plan.agree_on_rows, in_turn; a
+StaticPlan multiplies the weights that travel by one).
 
 Letters of shapes: R rows to send, W ranks.
 """
@@ -74,6 +76,7 @@ def in_turn(xs: Sequence[torch.Tensor], after: torch.Tensor) -> list[torch.Tenso
     """Copy xs, but not before `after` (of a floating dtype) is computed: a dependency that no compiler can reorder.
 
     So exchanges that need nothing of each other come in one order on all ranks, and in the reverse in the backward.
+    xs[0] is of a floating dtype too: its gradient is what the backward of `after` waits for.
     """
     return [x.clone() for x in xs]
 
@@ -102,6 +105,7 @@ class TracedRowExchange:
     def __init__(self, group: str, plan: Any):
         self._group = group
         self._plan = plan
+        self._num_sent = 0  # R, known when rows are sent
 
     def send(self, rows: Sequence[torch.Tensor]) -> None:
         self._num_sent = rows[0].shape[0]
@@ -112,7 +116,7 @@ class TracedRowExchange:
         return tuple(self._received)
 
     def keep_for_backward(self, number: int, results: Sequence[torch.Tensor]) -> None:
-        """Nothing to do: the graph says when a forward is repeated."""
+        """Do nothing: _RowExchange keeps a tensor here for activation checkpointing, which a compiler plans itself."""
 
     def give_back(self, number: int, results: Sequence[torch.Tensor]) -> None:
         back = None if self._plan.sizes is None else self._plan.sizes.flip(0)

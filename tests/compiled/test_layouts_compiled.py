@@ -59,8 +59,8 @@ def test_few_tokens_are_one_graph(pool):
     assert on_ranks(pool, LAYOUTS["ep 2"], largest_difference, "naive", "eager", (1, 0)) == 0
 
 
-def too_many_rows(on_device):
-    layer = make("naive", Layout(2, {"max_rows_per_rank": 1}))
+def too_many_rows(exchange, on_device):
+    layer = make("naive", Layout(2, {"exchange": exchange, "max_rows_per_rank": 1}))
     layer.expert_parallel.row_limit.raises_at_once = not on_device
     step = torch.compile(layer, fullgraph=True, backend="aot_eager")
     y = step(torch.randn(9, D, dtype=torch.float64))
@@ -68,11 +68,14 @@ def too_many_rows(on_device):
     check_max_rows(layer)
 
 
-@pytest.mark.parametrize("on_device", [pytest.param(False, marks=pytest.mark.long), True])
-def test_too_many_rows_in_a_static_graph_raise(pool, on_device):
+@pytest.mark.parametrize(
+    ("exchange", "on_device"),
+    [pytest.param("choice", False, marks=pytest.mark.long), ("token", False), ("choice", True)],
+)
+def test_too_many_rows_in_a_static_graph_raise(pool, exchange, on_device):
     """On the CPU in the forward; where nothing may wait for the device, all is NaN and the check raises."""
     with pytest.raises(DistributedError, match=r"max_rows_per_rank is 1, but rank 0 has \d+ rows"):
-        pool.run(too_many_rows, on_device, world_size=2)
+        pool.run(too_many_rows, exchange, on_device, world_size=2)
 
 
 def another_width():
