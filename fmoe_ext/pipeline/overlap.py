@@ -32,6 +32,7 @@ from fmoe_ext.recompute import current_thread, works_for
 class Overlap:
     """Functions that a schedule of torch calls for its actions, so that those of an OVERLAP_F_B run by turns.
 
+    train.Pipeline makes it for dualpipe_v, but not with FSDP.
     schedule: one that takes custom functions. stages: those of this rank.
     loss_fn(output, target) -> a microbatch's loss.
     """
@@ -46,7 +47,8 @@ class Overlap:
         self._schedule, self._loss_fn = schedule, loss_fn
         self._stages = {stage.stage_index: stage for stage in stages}
         self._losses: dict[int, Tensor] = {}  # of microbatches whose backward has not come
-        # All kinds, since the two halves share _losses. BACKWARD_INPUT is the first part of a backward in two.
+        # All kinds that read or write _losses. BACKWARD_INPUT is the first part of a backward in two; the second,
+        # BACKWARD_WEIGHT, stays torch's.
         schedule.register_custom_function(FORWARD, self._forward)
         schedule.register_custom_function(FULL_BACKWARD, self._backward)
         schedule.register_custom_function(BACKWARD_INPUT, self._backward)
@@ -60,7 +62,10 @@ class Overlap:
         schedule.register_custom_function(OVERLAP_F_B, both)
 
     def _forward(self, action: Any, context: Any) -> None:
-        """Run the forward of a microbatch as torch's schedule would: receive, compute, pass on inside this rank."""
+        """Run the forward of a microbatch as torch's schedule does: receive, compute, pass on inside this rank.
+
+        What that does for DDP, FSDP and its list of losses is left out, here and in _backward().
+        """
         index, number = action.stage_index, action.microbatch_index
         stage = self._stages[index]
         _wait_all(self._schedule.fwd_recv_ops.pop((index, number), ()))
@@ -72,7 +77,7 @@ class Overlap:
             self._stages[index + 1].set_local_fwd_input(output, number)
 
     def _backward(self, action: Any, context: Any) -> None:
-        """Run the backward of a microbatch, or its first part, as torch's schedule would."""
+        """Run the backward of a microbatch, or its first part, as torch's schedule does."""
         index, number = action.stage_index, action.microbatch_index
         stage = self._stages[index]
         _wait_all(self._schedule.bwd_recv_ops.pop((index, number), ()))
@@ -108,27 +113,43 @@ def by_turns(first: Callable[[], None], second: Callable[[], None], device: torc
 
 
 class _Turns:
-    """Whose turn it is of two threads, 0 and 1. Each has torch's modes and random numbers as if it ran alone."""
+    """Whose turn it is of two threads, 0 and 1.
+
+    Each has the caller's stream, autocast, default device and batch invariance, and random numbers as if it ran alone.
+    """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
         self._changed = threading.Condition()
         self._turn = 0
-        self._begin = _random_state(device)  # of both: first() leaves the generators as they were (by_turns)
+        self._begin = _random_state(device)  # of both, if first() leaves the generators alone (by_turns)
         self._ended = [False, False]
         self._mode = batch_invariant if is_batch_invariant() else contextlib.nullcontext  # of a thread
+        default = torch.get_default_device()
+        self._default_device = contextlib.nullcontext() if default.type == "cpu" else default
+        is_cached = torch.is_autocast_cache_enabled()
+        self._autocasts = [
+            torch.autocast(kind, torch.get_autocast_dtype(kind), cache_enabled=is_cached)
+            for kind in {"cpu", device.type}
+            if torch.is_autocast_enabled(kind)
+        ]
         self.errors: list[BaseException | None] = [None, None]
 
     def run(self, me: int, fn: Callable[[], None]) -> None:
         """Call fn() in the turns of `me`."""
-        self._await(me)
-        # torch's generators belong to all threads, modes and streams to each: set them for this one
-        _set_random_state(self._device, self._begin)
         try:
+            self._await(me)  # in here, since Ctrl-C may end it and the other must not wait for ever
+            # torch's generators belong to all threads, modes and streams to each: set them for this one
+            _set_random_state(self._device, self._begin)
+            # The new thread begins without autocast, and ends with it: an exit would empty all threads' cache of casts.
+            if me == 0:
+                for autocast in self._autocasts:
+                    autocast.__enter__()
             with (
                 torch.autograd.set_multithreading_enabled(False),  # backward stays in this thread
                 torch.cuda.stream(self._stream),
+                self._default_device,
                 self._mode(),
                 while_waiting(lambda: self._hand_over(me)),
             ):

@@ -44,6 +44,22 @@ def test_turns(monkeypatch):
     assert all(in_main == (name == "f") for name, _, in_main in log)
 
 
+def test_both_have_the_modes_of_the_caller():
+    weight, seen = torch.ones(1, 1, requires_grad=True), []
+
+    def cast():
+        return (weight @ weight).grad_fn.next_functions[0][0]
+
+    def note():
+        seen.append((torch.empty(0).device.type, (weight @ weight).dtype))
+
+    with torch.autocast("cpu", torch.float16), torch.device("meta"):
+        node = cast()
+        by_turns(note, note, torch.device("cpu"))
+        assert cast() is node  # autocast's cache was not emptied
+    assert seen == [("meta", torch.float16)] * 2
+
+
 def test_random_numbers_are_those_of_one_after_the_other(monkeypatch):
     monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
 
@@ -83,6 +99,22 @@ def test_overlap_error_ends_both_threads(monkeypatch):
         by_turns(functools.partial(steps, "f", log, 3), fails, torch.device("cpu"))
 
 
+def test_interrupt_lets_the_other_end(monkeypatch):
+    """Ctrl-C while the caller's thread waits for its first turn."""
+    monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
+    log, plain = [], overlap._Turns._await
+
+    def interrupted(turns, me):
+        if me == 1:
+            raise KeyboardInterrupt
+        plain(turns, me)
+
+    monkeypatch.setattr(overlap._Turns, "_await", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        by_turns(functools.partial(steps, "b", log, 3), lambda: None, torch.device("cpu"))
+    assert len(log) == 3
+
+
 class Block(nn.Module):
     """Attention's place, dropout included, and experts of all ranks."""
 
@@ -96,11 +128,16 @@ class Block(nn.Module):
         self.moe.mark_parallel_comm("moe")
 
     def forward(self, x):
-        return x + self.moe(self.dropout(self.linear(x)))
+        with torch.autocast(
+            "cpu", enabled=False
+        ):  # autograd's products have the dtype of who calls the backward
+            attended = self.linear(x)
+        return x + self.moe(self.dropout(attended))
 
 
-def train(pp, checkpoint):
+def train(pp, checkpoint, autocast):
     """[(loss, gradients, turns taken)] of two steps without and with overlap."""
+    dtype = torch.float32 if autocast else torch.float64  # autocast leaves float64 as it is
     groups = init_groups(pp, 2)
     turns = []
     plain = overlap.by_turns
@@ -109,8 +146,8 @@ def train(pp, checkpoint):
     try:
         for overlapped in (False, True):
             torch.manual_seed(dist.get_rank(groups.ep))
-            model = nn.Sequential(*(Block(groups) for _ in range(4))).double()
-            x = torch.randn(ROWS * 4, D, dtype=torch.float64)
+            model = nn.Sequential(*(Block(groups) for _ in range(4))).to(dtype)
+            x = torch.randn(ROWS * 4, D, dtype=dtype)
             pipeline = Pipeline(
                 split(model, 2 * pp, x[:ROWS], by=[2, 2] if pp == 1 else [1, 1, 1, 1]),
                 lambda output, target: (output - target).pow(2).sum(),
@@ -123,16 +160,21 @@ def train(pp, checkpoint):
                 overlap=overlapped,
             )
             torch.manual_seed(3)
-            loss = pipeline.train_step(x, x.flip(0)).item()
+            with torch.autocast("cpu", torch.bfloat16, autocast):
+                loss = pipeline.train_step(x, x.flip(0)).item()
             results.append((loss, [p.grad for p in pipeline.parameters()], len(turns)))
     finally:
         overlap.by_turns = plain
     return results
 
 
-@pytest.mark.parametrize(("pp", "checkpoint"), [(1, False), (1, True), (2, True)])
-def test_same_bits_as_without(pool, pp, checkpoint):
-    for (loss, grads, none), (overlapped, others, some) in pool.run(train, pp, checkpoint, world_size=2 * pp):
+@pytest.mark.parametrize(
+    ("pp", "checkpoint", "autocast"),
+    [(1, False, False), (1, True, False), (2, True, False), (1, False, True), (1, True, True)],
+)
+def test_same_bits_as_without(pool, pp, checkpoint, autocast):
+    results = pool.run(train, pp, checkpoint, autocast, world_size=2 * pp)
+    for (loss, grads, none), (overlapped, others, some) in results:
         assert none == 0 and some == 2 * CHUNKS * share_in_pairs(pp, CHUNKS)
         assert loss == overlapped
         assert all(torch.equal(a, b) for a, b in zip(grads, others, strict=True))
