@@ -11,6 +11,7 @@ from torch import nn
 from fmoe_ext import balance
 from fmoe_ext.gates import SoftmaxGate
 from fmoe_ext.megatron import fmoefy, moe_layer_spec
+from fmoe_ext.megatron.core import process_groups
 from fmoe_ext.testing import assert_close
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
@@ -77,6 +78,25 @@ def test_fused_bias_gelu_is_the_tanh_gelu():
     fmoefy(model, num_experts=2, init="upcycle")
     torch.testing.assert_close(logits(model), dense)
     assert model.decoder.layers[0].mlp.moe.experts.fused_activation == "gelu_tanh"
+
+
+@pytest.mark.parametrize("activation", [F.silu, F.gelu])
+def test_fused_gated_activations(activation):
+    """Megatron's fused kernels leave a clamp out, so that it is refused beside them; the tanh GELU is gated too."""
+    options = {"dtype": torch.float32, "bias_activation_fusion": True, "gated_linear_unit": True}
+    clamp = {"activation_func_clamp_value": 0.01}
+    plain, clamped = (gpt(activation_func=activation, **options, **more) for more in ({}, clamp))
+    unfused = gpt(activation_func=activation, **options | clamp | {"bias_activation_fusion": False})
+    with torch.compiler.set_stance("force_eager"):
+        dense, ignored, applied = logits(plain), logits(clamped), logits(unfused)
+    assert torch.equal(dense, ignored) and not torch.allclose(dense, applied)
+    with pytest.raises(
+        ValueError, match=r"activation_func_clamp_value=0\.01 is refused beside bias_activation"
+    ):
+        fmoefy(clamped, num_experts=2, init="upcycle")
+    for model, expected in ((plain, dense), (unfused, applied)):
+        fmoefy(model, num_experts=2, init="upcycle")
+        torch.testing.assert_close(logits(model), expected)
 
 
 @pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
@@ -347,6 +367,25 @@ def test_needs_process_groups(monkeypatch):
     model.decoder.layers[0].pg_collection = None
     with pytest.raises(RuntimeError, match=r"initialize_model_parallel\(...\) before"):
         fmoefy(model, num_experts=2)
+
+
+def test_collection_without_some_groups(monkeypatch):
+    """Of parallel_state's groups it is completed, as Megatron's T5 needs; of others it is refused."""
+    from megatron.core import parallel_state
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    whole = process_groups()
+    assert process_groups(whole) is whole
+    some = ProcessGroupCollection(tp=whole.tp, cp=whole.cp)
+    assert process_groups(some).ep is whole.ep
+    grid = torch.distributed.new_group([0])
+    others = ProcessGroupCollection(tp=grid, cp=grid, ep=grid, expt_tp=grid, expt_dp=grid)
+    with pytest.raises(ValueError, match="lacks dp_cp, tp_cp, tp_dp_cp, and"):
+        process_groups(others)
+    monkeypatch.setattr(parallel_state, "model_parallel_is_initialized", lambda: False)
+    with pytest.raises(ValueError, match="lacks ep, expt_tp, expt_dp, dp_cp, tp_cp, tp_dp_cp, and"):
+        process_groups(some)
+    torch.distributed.destroy_process_group(grid)
 
 
 @pytest.mark.parametrize("as_function", [False, True])
