@@ -1,5 +1,6 @@
 // expert_mlp on the CPU, chunk by chunk: rows of x are gathered, h = x W1^T + b1, a = act(h) and y = s (a
-// W2^T + b2), s being a row's weight. combine sums the rows of each token at the end.
+// W2^T + b2), s being a row's weight. combine sums the rows of each token at the end; save_h keeps h for the
+// backward (expert_backward.h). A gated W1 has H rows of gates, then H of ups.
 #include "expert_mlp.h"
 
 #include <torch/csrc/stable/library.h>
@@ -13,6 +14,7 @@ using namespace gemm;
 
 constexpr int64_t kWorkspace = 16 << 20;  // bytes, about: the gathered x and the activated rows of one chunk
 
+// Constructed, it has computed y and h.
 class Forward {
  public:
   Forward(const ExpertRows& args, bool combine, bool save_h)
@@ -22,6 +24,7 @@ class Forward {
         save_h_(save_h),
         x_stride_(RowMajor::stride_for(kernels_, args.D)),
         a_stride_(RowMajor::stride_for(kernels_, args.H)),
+        // Combined, y is gone when the call ends. Else it is the result, whose storage its owner may resize.
         y(combine ? new_reused(args.x, {args.R, args.D})
                   : new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
         h(save_h ? new_reused(args.x, {args.R, args.F}) : torch::stable::new_empty(args.x, {0})) {
@@ -34,7 +37,7 @@ class Forward {
   }
 
  private:
-  // A chunk and its rows, gathered and activated.
+  // A chunk, and where its gathered rows of x and its activated rows lie.
   struct Work {
     const Chunk& chunk;
     const RowMajor x_rows, a_rows;

@@ -1,4 +1,6 @@
-// The forward of frozen_mlp on the CPU: expert_mlp.cpp with FrozenProducts. multiply() computes a chunk.
+// The forward of frozen_mlp on the CPU, as expert_mlp.cpp but for its products: h = x W1^T + u1 B1^T + b1
+// with u1 = scale1 x A1^T, then the same of act(h) with the second weight. Weights may be packed
+// (FrozenProducts). u1 and u2 are always returned, h where `save`.
 #include "frozen_mlp.h"
 
 #include <torch/csrc/stable/library.h>
@@ -8,6 +10,7 @@ namespace {
 
 using namespace gemm;
 
+// Constructed, it has computed y, h, u1 and u2.
 class Forward {
  public:
   Forward(const ExpertRows& args, const FrozenWeights& weights, const Adapters& adapters, bool save)
@@ -38,6 +41,7 @@ class Forward {
     const RowMajor x_rows = blocks.next(args_.D), a_rows = blocks.next(args_.H);
     const ThinRows thin1{u1, blocks.next(rank_of(adapters_.first))};
     const ThinRows thin2{u2, blocks.next(rank_of(adapters_.second))};
+    // One after the other: each reads what the one before wrote.
     Tasks gathers, reduces1, ups, reduces2, downs;
     const StoredRows x = args_.rows_of(args_.x);
     gather(gathers, kernels_, chunk, args_.D, x_rows, [this, x](int64_t r) { return x.at(args_.token(r)); });
@@ -57,6 +61,7 @@ class Forward {
     return b ? kernels_.at(stored(*b), expert * b->size(1) + column) : nullptr;
   }
 
+  // The epilogues of both products are expert_mlp.cpp's.
   void multiply_w1(Tasks& tasks, const Chunk& chunk, const RowMajor& x_rows, const RowMajor& thin,
                    const RowMajor& a_rows) {
     const bool gated = args_.activation.gated;

@@ -1,4 +1,5 @@
-// Argument checks of topk_gate and its backward, for every device; balance_loss.cpp takes some of them.
+// Argument checks of topk_gate and its backward, for every device: topk_gate.cpp and cuda/ops_cuda.cpp call
+// them, balance_loss.cpp some of them. And what topk_gate.cpp calls of balance_loss.cpp.
 // Values of topk_idx are not checked here: the CPU raises for those out of range, CUDA gives them no
 // gradient.
 #pragma once
@@ -11,6 +12,7 @@ namespace fmoe_ext {
 
 Tensor balance_loss_cpu(Tensor logits, Tensor counts, int64_t score);  // for _choose_experts
 
+// -> whether score is the sigmoid.
 inline bool checked_sigmoid(int64_t score) {
   STD_TORCH_CHECK(score == 0 || score == 1, "score must be 0 (softmax) or 1 (sigmoid), but got ", score);
   return score == 1;
@@ -34,8 +36,8 @@ inline void check_topk_gate(const Tensor& logits, int64_t top_k, const std::opti
                   " experts, but got ", num_groups);
   STD_TORCH_CHECK(topk_groups >= 1 && topk_groups <= num_groups,
                   "topk_groups must be in [1, num_groups] = [1, ", num_groups, "], but got ", topk_groups);
-  const int64_t left = topk_groups * (E / num_groups);
-  STD_TORCH_CHECK(top_k <= left, "top_k must be at most the ", left, " experts of ", topk_groups,
+  const int64_t eligible = topk_groups * (E / num_groups);
+  STD_TORCH_CHECK(top_k <= eligible, "top_k must be at most the ", eligible, " experts of ", topk_groups,
                   " groups, but got ", top_k);
   if (!bias) return;
   check_dim(*bias, 1, "bias", "[E]");

@@ -1,4 +1,5 @@
-// The tiles that the thread blocks of the Hopper kernels take.
+// The order in which thread blocks of the Hopper kernels take the tiles of a result [R, N]: RowTiles finds
+// tile `index` by a search, TileWalk from the one before. sm90_grad_weight.cu has an order of its own.
 #pragma once
 
 #include "grouped_rows.cuh"
@@ -7,11 +8,14 @@ namespace fmoe_ext {
 
 // Tiles are numbered in the order in which thread blocks take them.
 struct Tile {
-  int expert;            // num_experts: padding; -1: there is no such tile
+  // num_experts: rows behind the last expert's, which consumers fill with zeros and producers stop at; -1:
+  // there are no more tiles
+  int expert;
   int row, num_rows, n;  // its rows, and which tile of columns it is
 };
 
-// Row tiles of an expert in groups of kGroupRows rows.
+// All tiles: expert by expert, then the padding, in each in groups of kGroupRows rows that go through all
+// columns together (tile_place).
 template <int kRows>
 struct RowTiles {
   static constexpr int kHeight = kRows;
@@ -20,11 +24,12 @@ struct RowTiles {
   int num_experts, tiles_n;
 
   __device__ RowRange rows(int expert) const { return rows_of(offs, num_experts, num_rows, expert); }
-  // Of an expert or the padding.
+  // Row tiles of an expert or the padding.
   __device__ int count(const RowRange& range) const {
     return (static_cast<int>(range.end - range.begin) + kHeight - 1) / kHeight;
   }
-  // Tile `index` of an expert whose rows begin .. end - 1 begin at first_tile.
+  // Tile `index`, counted over all experts, which lies in rows begin .. end - 1 of this one. first_tile: row
+  // tiles, not times tiles_n, of the experts before it.
   __device__ __forceinline__ Tile place(int index, int expert, int first_tile, int begin, int end) const {
     const auto at = tile_place(index - first_tile * tiles_n, (end - begin + kHeight - 1) / kHeight, tiles_n,
                                kGroupRows / kHeight);
@@ -40,8 +45,8 @@ struct RowTiles {
 
 // The walk of a warp through row tiles, by ascending index. Each lane counts the tiles up to and with one of
 // 32 experts; the counts are kept from tile to tile, so that most steps cost a ballot and not a search. For
-// who has two registers to spare and nothing to do meanwhile: producers, and the consumers of
-// multiply_together().
+// warps with two registers to spare: producers, and the consumers of multiply_together(). Those of sm90_up.cu
+// and sm90_ping_pong.cuh call RowTiles::at().
 template <int kRows>
 class TileWalk {
  public:

@@ -1,4 +1,5 @@
-// Products of bfloat16 by AMX: 32 x 32 results in four tile registers, 32 positions of k at a time.
+// Products of bfloat16 by AMX: 32 x 32 results in four tile registers, 32 positions of k at a time. Functions
+// that end in _amx are kernels, whose contracts are in kernels.h; amx_bf16.cpp puts them into the table.
 #pragma once
 
 #include "amx_tiles.h"
@@ -8,20 +9,24 @@
 
 constexpr int kTileSide = 16;              // rows of a register, and floats in each
 constexpr int kTileDepth = 2 * kTileSide;  // bfloat16 in a row
-constexpr int64_t kAmxRows = 64;           // of a call: two blocks that share what they read of B
+constexpr int64_t kAmxRows = 64;  // of a call: four blocks of 16, of which two share what they read of B
 constexpr int64_t kAmxColumns = NR<Bf16PairUnit>;
 static_assert(kAmxColumns == 2 * kTileSide && kAmxRows <= kMaxTileRows);
 
-// As measured on Emerald Rapids: AVX-512 is as fast up to kDotRows rows of A by columns along k,
-// kDotRowsTransposed by rows along the lanes, and kDotDepth positions of k of a sum over rows; up to
-// kTurnedRows rows columns are better not packed.
-constexpr int64_t kDotRows = 3, kDotRowsTransposed = 6, kDotDepth = 6, kTurnedRows = 512;
+// As measured on Emerald Rapids, up to which AVX-512 is as fast:
+constexpr int64_t kDotRows = 3;            // rows of A, with B's columns contiguous along k
+constexpr int64_t kDotRowsTransposed = 6;  // rows of A, with B's rows contiguous along the lanes
+constexpr int64_t kDotDepth = 6;           // positions of k, of a sum over rows (A transposed)
+// Rows of A up to which it pays not to pack B (multiply_turned_amx).
+constexpr int64_t kTurnedRows = 512;
 
 // Steps of k after which sums in registers are added to the tile, as kDepth (multiply.h); what the steps read
 // of B is read again from the first-level cache for the next block of rows.
 constexpr int64_t kAmxSteps = 32;
 
-// The registers of this thread while it multiplies: runs within a run use those of the outer one.
+// The registers of this thread while it multiplies: runs within a run use those of the outer one. 0 to 3 are
+// sums, of the first 16 rows (0 and 1) and the second (2 and 3) by the left and the right 16 columns; 4 and 5
+// are rows of A, 6 and 7 columns of B.
 class TileRun {
  public:
   TileRun() { ++state().depth; }
@@ -47,13 +52,14 @@ class TileRun {
     mine.rows = rows;
   }
 
-  // True for other columns than at the last call: what follows them has not been prefetched.
+  // True for other columns than at the last call, so that this one prefetches those that follow them.
   bool is_new(const void* columns) const {
     const bool found = state().fetched != columns;
     state().fetched = columns;
     return found;
   }
 
+  // For the table of kernels: a run over many calls.
   static void begin() { ++state().depth; }
   static void end() { TileRun run(state()); }
 
@@ -76,10 +82,11 @@ struct TileRows {
   int64_t to_next = 0;  // bytes from these rows to those that follow
 };
 
-// sums [rows][32] of `steps` steps: sums of the second rows only where `both`, of the second 16 columns only
-// where `wide`. fetches: the rows that follow come into the second-level cache meanwhile.
+// Stores A B of `steps` steps into first and second [rows][32]: second only if `both`, the right 16 columns
+// only if `wide`. fetches: the rows of A that follow come into the second-level cache meanwhile.
 template <bool both, bool wide = true, bool fetches = false>
 inline void multiply_steps(int64_t steps, const TileRows& a, const char* panel, char* first, char* second) {
+  static_assert(both || !fetches, "the rows that follow both come");
   constexpr int64_t kLine = kAmxColumns * sizeof(float);  // of a panel, and of a tile
   zero_tile<0>();
   if constexpr (wide) zero_tile<1>();
@@ -176,16 +183,18 @@ inline void multiply_transposed_amx(int64_t m, int64_t k, const BF16* a, int64_t
                  kAmxRows * kRowBytes, (const char*)panel, tile);
 }
 
-// The transposed product: columns as they lie are the rows of A, and what is packed are the rows.
+// tile [m, 32] of m <= 32 rows that pack_columns_amx() packed and 32 columns of B as they lie: computes the
+// transpose, of which the columns are the left factor, and turns the sums. False, and nothing is done, unless
+// all columns are there and equally far apart in each half, and k is a multiple of 32.
 inline bool multiply_turned_amx(int64_t m, int64_t k, const BF16* rows, const BF16* const* columns,
                                 float* tile) {
   constexpr int64_t kStepBytes = kTileDepth * kAmxColumns * sizeof(BF16);
   constexpr int64_t kHalf = kTileSide * kAmxColumns;
-  const int64_t apart = (const char*)columns[1] - (const char*)columns[0];
-  bool fits = k > 0 && k % kTileDepth == 0;
+  bool fits = k > 0 && k % kTileDepth == 0 && columns[0] && columns[1];
+  const int64_t apart = fits ? (const char*)columns[1] - (const char*)columns[0] : 0;
   for (int c = 0; c < kAmxColumns; ++c) {
     const int first = c / kTileSide * kTileSide;
-    fits &= columns[c] && (const char*)columns[c] - (const char*)columns[first] == (c - first) * apart;
+    fits = fits && columns[c] && (const char*)columns[c] - (const char*)columns[first] == (c - first) * apart;
   }
   if (!fits) return false;
   const TileRun run;
@@ -202,6 +211,7 @@ inline bool multiply_turned_amx(int64_t m, int64_t k, const BF16* rows, const BF
   };
   for (int64_t begin = 0; begin < steps; begin += kAmxSteps) {
     const int64_t count = steps - begin < kAmxSteps ? steps - begin : kAmxSteps;
+    // the columns of B, as rows of the left factor
     const TileRows lines{(const char*)(columns[0] + begin * kTileDepth),
                          (const char*)(columns[kTileSide] + begin * kTileDepth), apart,
                          kTileDepth * sizeof(BF16), to_next};
