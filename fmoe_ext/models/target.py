@@ -1,12 +1,14 @@
 """Interface of fmoefy and a model kind: Options go in, Targets (with their DenseMLP) come out.
 
+whole() gathers an MLP that tensor parallelism has cut, for both kinds of Megatron.
+
 A model kind is a module that knows the MLPs of one library's models. It has
     KIND                    its name in the report
     LOOKED_FOR              its line in the error when nothing was found
     find(model, options)    -> list of Target, empty if the model is not of this kind
     after_replacing(model, kind, targets, layers, options)    -> a sentence for the report; optional, and called for
-                            every model, of whatever kind
-fmoefy asks a kind (fmoefy.LIBRARIES) once its library is imported, and plain.py last.
+                            every model, of whatever kind (not plain.py's)
+fmoefy asks a kind (fmoefy.LIBRARIES) once its library is imported, and plain.py last; with match= plain.py alone.
 """
 
 from collections.abc import Callable, Mapping
@@ -72,7 +74,7 @@ class DenseMLP:
     b1: Tensor | None = None  # [H1], gate before up
     w2: Tensor | None = None  # [d_model, d_hidden]
     b2: Tensor | None = None  # [d_model]
-    # set beside weights where only the activation is unknown and the user's stands in for it
+    # why w1 and w2 are None; beside weights: only the activation is unknown, and the user's stands in for it
     why_unreadable: str = ""
 
     @property
@@ -116,7 +118,8 @@ class Target:
 def whole(dense: DenseMLP, gated: bool, group: Any) -> DenseMLP:
     """Gather an MLP that tensor parallelism has cut: rows of w1 and b1, columns of w2. A collective call.
 
-    d_model and d_hidden are those of the whole MLP already, and every rank has all of b2.
+    dense has weights, w1 as one tensor. d_model and d_hidden are those of the whole MLP already, and every rank has all
+    of b2.
     """
     if dist.get_world_size(group) == 1:
         return dense

@@ -75,6 +75,34 @@ def test_last_blocks_of_modelopt_may_be_smaller(rows, columns, tmp_path):
     assert torch.equal(kind_of(base).matrix(base, "a").decode(base.tensors, torch.float32), values)
 
 
+def matrix(folder, tensors, name):
+    base = save(folder, {f"a.{key}": value for key, value in tensors.items()}, CONFIGS[name])
+    return kind_of(base).matrix(base, "a").decode(base.tensors, torch.float32)
+
+
+def test_packing_of_older_versions_is_refused(tmp_path):
+    """10 numbers of 3 bits in a word, where newer ones are a stream of bits: by shapes alone, with its reason."""
+    tensors, _ = pack(
+        torch.randn(32, 4096, generator=torch.Generator().manual_seed(0)), "pack-quantized int3"
+    )
+    tensors["weight_packed"] = torch.zeros(32, 410, dtype=torch.int32)
+    with pytest.raises(CheckpointError, match=r"no 410 words of \[3\] bits; an older compressed-tensors"):
+        matrix(tmp_path, tensors, "pack-quantized int3")
+    del tensors["weight_shape"]  # it gave 4373 columns
+    with pytest.raises(CheckpointError, match=r"lacks a\.weight_shape"):
+        matrix(tmp_path, tensors, "pack-quantized int3")
+
+
+def test_zero_points_of_fp8_are_zero(tmp_path):
+    name = "float-quantized channel"
+    tensors, values = pack(torch.randn(32, 64, generator=torch.Generator().manual_seed(0)), name)
+    tensors["weight_zero_point"] = torch.zeros(32, 1).to(torch.float8_e4m3fn)
+    assert torch.equal(matrix(tmp_path, tensors, name), values)
+    tensors["weight_zero_point"][3] = 1
+    with pytest.raises(CheckpointError, match=r"a\.weight is FP8, whose zero points must be 0"):
+        matrix(tmp_path, tensors, name)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
 def test_decoded_experts_are_rounded_once(dtype, tmp_path):
     tensors, values = tensors_of("float-quantized channel")

@@ -1,10 +1,13 @@
 """Read compressed-tensors, which vLLM's llm-compressor writes: each layer's tensors say how it is packed.
 
-weight_packed int32    integers of 1 to 8 bits, a stream of 32-bit words in each row; weight_shape has the columns
+weight_packed int32    integers of 1 to 8 bits, in each row a stream of bits in words; weight_shape has the columns
 weight_packed uint8    two numbers of E2M1 a byte: MXFP4 by exponents, NVFP4 by scales and weight_global_scale
 weight                 a number in each byte, FP8 or int8; with exponents MXFP8
 
 Beside them lie weight_scale [rows, groups], [rows], [1] or of blocks, and perhaps weight_zero_point.
+CompressedTensors.matrix() describes a layer's as a Matrix or as Decoded (base.py).
+
+Older versions put 32 // bits whole numbers in a word. That is the same for 1, 2, 4 and 8 bits; others are refused.
 """
 
 from __future__ import annotations
@@ -37,7 +40,7 @@ from fmoe_ext.checkpoint.methods.base import (
 from fmoe_ext.checkpoint.methods.fp8 import MX_BLOCK, is_mxfp8, mxfp8
 from fmoe_ext.checkpoint.model_folder import FLOATS, ModelFolder
 
-# {format that is read: the type of its numbers}; a mixed one names a format in each group
+# {format that is read: the type of its numbers, None: any}; a mixed one names a format in each group
 _FORMATS: Mapping[str, str | None] = MappingProxyType(
     {
         "pack-quantized": "int",
@@ -180,8 +183,8 @@ def _unpacked(words: torch.Tensor, bits: int, count: int) -> torch.Tensor:
 def _bits_and_columns(base: ModelFolder, name: str, words: int) -> tuple[int, int]:
     """Find (bits of a number, columns) of a matrix with `words` words a row, from weight_shape and the settings."""
     found = _weights(base, "num_bits") - {None}
-    if name not in base.tensors:  # as the library wrote before it had weight_shape
-        if len(found) == 1 and 1 <= (bits := found.pop()) <= 8:
+    if name not in base.tensors:  # as the library wrote before it had weight_shape, in whole numbers a word
+        if len(found) == 1 and (bits := found.pop()) in (1, 2, 4, 8):
             return bits, 32 * words // bits
         raise CheckpointError(f"{base.folder} lacks {name}")
     shape = base.tensors[name]
@@ -191,8 +194,10 @@ def _bits_and_columns(base: ModelFolder, name: str, words: int) -> tuple[int, in
         bits for bits in sorted(found) or range(1, 9) if columns > 0 and -(-columns * bits // 32) == words
     ]
     if len(fitting) != 1 or not 1 <= fitting[0] <= 8:
+        is_old = any(1 <= bits <= 8 and -(-columns // (32 // bits)) == words for bits in found)
         raise CheckpointError(
             f"{base.folder}: {name} has {columns} columns, which are no {words} words of {sorted(found)} bits"
+            f"{'; an older compressed-tensors has packed them: quantise the model anew' if is_old else ''}"
         )
     return fitting[0], columns
 
@@ -221,6 +226,8 @@ def _bytes(base: ModelFolder, stem: str) -> Matrix | Decoded:
 
     def values(data: torch.Tensor, scale: torch.Tensor, zero: torch.Tensor | None = None) -> torch.Tensor:
         numbers = data.float()
+        if zero is not None and dtype != torch.int8 and zero.float().any():
+            raise CheckpointError(f"{base.folder}: {stem}.weight is FP8, whose zero points must be 0")
         if zero is not None and dtype == torch.int8:
             numbers = numbers - scaled(torch.ones_like(numbers), zero.float().reshape(grid), *block)
         return scaled(numbers, e8m0(scale).reshape(grid), *block)
@@ -230,7 +237,7 @@ def _bytes(base: ModelFolder, stem: str) -> Matrix | Decoded:
     if zero in base.tensors and base.tensors[zero].shape != found.shape:
         raise unlike(base, zero, f"{list(found.shape)}")
     names = (name, scale, zero) if zero in base.tensors else (name, scale)
-    return Decoded("float-quantized", (rows, columns), names, values)
+    return Decoded(f"{'int' if dtype == torch.int8 else 'float'}-quantized", (rows, columns), names, values)
 
 
 def _weights(base: ModelFolder, key: str) -> set[Any]:
