@@ -14,7 +14,7 @@ pytestmark = pytest.mark.skipif(
     reason="few rows go by AVX-512's dot products of bfloat16, which are not emulated",
 )
 
-BUGS = {  # what is wrong: (in csrc/gemm/amx.h, in its place)
+BUGS = {  # what is wrong: (in csrc/gemm/amx.h or packing.h, in its place)
     "columns keep what memory held behind them": (
         "(whole_steps(k) - packed) * kAmxColumns * sizeof(BF16)",
         "0",
@@ -78,9 +78,10 @@ def test_products_equal_those_of_float64(tmp_path):
 @pytest.mark.parametrize("bug", BUGS)
 def test_seeded_bug_is_noticed(tmp_path, bug):
     shutil.copytree(ROOT / "csrc", tmp_path / "csrc")
-    kernel = tmp_path / "csrc" / "gemm" / "amx.h"
-    text, (right, wrong) = kernel.read_text(), BUGS[bug]
-    assert text.count(right) == 1
-    kernel.write_text(text.replace(right, wrong))
+    right, wrong = BUGS[bug]
+    kernels = [tmp_path / "csrc" / "gemm" / name for name in ("amx.h", "packing.h")]
+    assert sum(kernel.read_text().count(right) for kernel in kernels) == 1
+    for kernel in kernels:
+        kernel.write_text(kernel.read_text().replace(right, wrong))
     result = subprocess.run([build(tmp_path, tmp_path / "csrc")], capture_output=True, text=True)
     assert result.returncode != 0
