@@ -79,6 +79,7 @@ class GShardGate(GateOverRanks):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for dropped choices."""
+        # a subclass may have logits, choices or a loss of its own
         is_usual = type(self) in (GShardGate, DCGate) and type(self.ranks) is OneRank
         found = self.choose_in_one_node(inp, num_counted=1) if is_usual and not return_all_scores else None
         if found is not None:
