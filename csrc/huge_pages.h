@@ -1,5 +1,8 @@
-// Large fresh tensors (new_large, new_reused, new_untouched_zeros): filling one in 4 KB pages costs as much
-// time in page faults as the arithmetic that fills it.
+// Large fresh tensors of CPU operators: filling one in 4 KB pages costs as much time in page faults as the
+// arithmetic that fills it.
+//   new_large             under huge pages
+//   new_reused            also from memory that the last step freed (block_pool.h)
+//   new_untouched_zeros   zeros that cost nothing until they are written
 #pragma once
 
 #include <cstdint>
@@ -7,6 +10,7 @@
 
 #if defined(__linux__)
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 #include "block_pool.h"
@@ -14,15 +18,15 @@
 
 namespace fmoe_ext {
 
-// Asks for huge pages under memory that is about to be written for the first time. A hint: failure changes
-// nothing.
+// Asks for huge pages under CPU memory that is about to be written for the first time. A hint: failure
+// changes nothing.
 inline void advise_huge_pages(void* data, int64_t bytes) {
 #if defined(__linux__) && defined(MADV_HUGEPAGE)
-  constexpr int64_t kWorthwhile = 4 << 20;
-  constexpr uintptr_t kPage = 4096;
-  if (bytes < kWorthwhile) return;
-  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + kPage - 1) / kPage * kPage;
-  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / kPage * kPage;
+  if (bytes < BlockPool::kSmallest) return;  // the size from which page faults are worth avoiding
+  // whole pages inside, or madvise() fails; they have 64 KB on some arm64 kernels
+  static const uintptr_t page = sysconf(_SC_PAGESIZE);
+  const uintptr_t begin = (reinterpret_cast<uintptr_t>(data) + page - 1) / page * page;
+  const uintptr_t end = (reinterpret_cast<uintptr_t>(data) + bytes) / page * page;
   madvise(reinterpret_cast<void*>(begin), end - begin, MADV_HUGEPAGE);
 #endif
 }
@@ -37,7 +41,7 @@ inline std::vector<int64_t> contiguous_strides(std::initializer_list<int64_t> sh
   return strides;
 }
 
-// An uninitialised tensor on the device of `like`, for results.
+// An uninitialised CPU tensor for results; `like` must be one, too.
 inline Tensor new_large(const Tensor& like, std::initializer_list<int64_t> shape, ScalarType dtype) {
   Tensor t = torch::stable::new_empty(like, shape, dtype);
   advise_huge_pages(t.mutable_data_ptr(), t.numel() * t.element_size());
@@ -45,7 +49,8 @@ inline Tensor new_large(const Tensor& like, std::initializer_list<int64_t> shape
 }
 
 // The same, of the dtype of `like`, for what a step frees and the next one needs again. Its storage cannot be
-// resized.
+// resized. (If from_blob() throws here or below, for want of memory for the tensor itself, the block is
+// lost.)
 inline Tensor new_reused(const Tensor& like, std::initializer_list<int64_t> shape) {
   int64_t bytes = like.element_size();
   for (const int64_t size : shape) bytes = checked_product({bytes, size});
@@ -55,15 +60,17 @@ inline Tensor new_reused(const Tensor& like, std::initializer_list<int64_t> shap
                                   like.scalar_type(), [block](void*) { BlockPool::give(block); });
 }
 
-// A tensor of zeros whose memory is not touched: pages come from the system, zero, when they are first
-// written. For results of which most will stay zero.
+// A CPU tensor of zeros whose memory is not touched: pages come from the system, zero, when they are first
+// written. For results of which most will stay zero. A small one is filled, for that costs less than mmap().
 inline Tensor new_untouched_zeros(const Tensor& like, std::initializer_list<int64_t> shape) {
 #if defined(__linux__)
   int64_t numel = 1;
   for (const int64_t size : shape) numel = checked_product({numel, size});
   const size_t bytes = checked_product({numel, static_cast<int64_t>(like.element_size())});
-  void* data = bytes == 0 ? MAP_FAILED
-                          : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  constexpr size_t kFilled = 256 << 10;  // bytes; a backward of a few KB takes half the time
+  void* data = bytes < kFilled
+                   ? MAP_FAILED
+                   : mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (data != MAP_FAILED) {
     advise_huge_pages(data, bytes);
     return torch::stable::from_blob(data, shape, contiguous_strides(shape), cpu_device(), like.scalar_type(),

@@ -1,4 +1,5 @@
-// Checks that the tensors of a call are given, and on one device: for the operators of cuda/.
+// Checks that the tensors of a call are there (not None) and on one device, for the operators of cuda/. Those
+// of csrc/ take CPU tensors alone: check_cpu() in checks.h.
 #pragma once
 
 #include <initializer_list>
@@ -26,7 +27,8 @@ inline std::string device_text(const Tensor& t) {
   return "another kind of device";
 }
 
-// As Python's fake kernels do, in the same words.
+// Raises unless all tensors are on the device of the first, which must be given (not an optional), in the
+// words of Python's fake kernels: register_fake() in fmoe_ext/ops/_autograd.py.
 inline void check_same_device(std::initializer_list<NamedTensor> tensors) {
   const NamedTensor& first = *tensors.begin();
   for (const auto& [t, name] : tensors) {

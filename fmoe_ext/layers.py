@@ -2,8 +2,8 @@
 
 FMoE.forward is five steps, which other files compute: the tokens to compute (step.py), the gate (gates/), the way to
 the experts (dispatch.py, and ep/ over many ranks), the experts (expert_kinds.py), the way back. Letters of shapes:
-T tokens, K choices of a token (top_k), E experts, R rows: a token's copy for each of its choices, sorted by expert.
-FMoETransformerMLP (transformer.py) is the layer with the experts of a transformer.
+T tokens, K choices of a token (top_k), E experts of all ranks, R rows: a token's copy for each of its choices, sorted
+by expert. FMoETransformerMLP (transformer.py) is the layer with the experts of a transformer.
 """
 
 from __future__ import annotations
@@ -44,7 +44,10 @@ __all__ = ["FMoE", "ParallelLayout", "mark_module_parallel_comm"]
 
 
 class LayerOptions(TypedDict, total=False):
-    """Keywords of FMoE that are seldom given; the fields of ParallelLayout are keywords too."""
+    """Keywords of FMoE that are seldom given: five fields of ParallelLayout, device and dtype.
+
+    The other three fields (world_size, moe_group, slice_group) are named arguments, as in FastMoE.
+    """
 
     gate_group: Group
     overlap_degree: int | str
@@ -58,13 +61,14 @@ class LayerOptions(TypedDict, total=False):
 class FMoE(SpreadLayer):
     """A Mixture-of-Experts layer with any gate and any experts.
 
-    num_experts: experts of all ranks. num_expert: experts of this rank, as in FastMoE; 32 if both are left out.
+    num_experts: experts of all ranks. num_expert: experts of this rank, as in FastMoE; 32 if both are left out. A list
+      of experts overrides num_expert, as in FastMoE.
     d_model: width of a token. top_k: experts of a token.
     gate: a class or function called as gate(d_model, num_expert, world_size, top_k[, gate_bias=]), a
       functools.partial of one, a name in gates.GATES, or a module: it maps moe_inp to topk_idx,
       topk_weights [T, K].
     expert: a callable d_model -> module, called for each expert of this rank; a list of such callables, one for each
-      of them (it sets num_expert); or None for subclasses that set self.experts to one module for all experts,
+      of them; or None for subclasses that set self.experts to one module for all experts,
       which is called as experts(rows sorted by expert, tokens_per_expert). Separate experts are called as
       expert(rows) or, if their forward cannot be called without a second argument or names it fwd_expert_count, as
       expert(rows, number of rows [1]); a wrapper that takes *args, as torch.compile's, is called as what it wraps.
@@ -192,6 +196,7 @@ class FMoE(SpreadLayer):
         return self._run(step)
 
     def _run(self, step: Step) -> Nest:
+        """Steps 2 to 5; first _ready_experts(), as chunks of experts must be known before tokens are sent."""
         experts = self._ready_experts(step)
         # 2. The gate chooses experts for every token; a masked token gets none.
         topk_idx, topk_weights = self._choose(step)
@@ -213,7 +218,7 @@ class FMoE(SpreadLayer):
         return step.end(out, topk_weights, beside, self.training)
 
     def _ready_experts(self, step: Step) -> ExpertKind:
-        """Check the experts, and cut them into the chunks of this forward."""
+        """Check that experts, gate and ranks can run this forward, and cut the experts into its chunks."""
         experts, parallel = self.expert_kind, self.expert_parallel
         # In the batch-invariant mode, refuse whatever would make a token's bits depend on its batch.
         if ops.is_batch_invariant():
@@ -257,7 +262,7 @@ class FMoE(SpreadLayer):
             topk_idx = topk_idx.reshape(-1, self.top_k)
         if topk_idx.shape[0] != num_tokens or topk_weights.numel() != topk_idx.numel():
             raise ValueError(
-                f"the gate must return topk_idx and topk_weights [T={num_tokens}, K={self.top_k}], "
+                f"the gate must return topk_idx and topk_weights [T={num_tokens}, K], "
                 f"but returned {list(topk_idx.shape)} and {list(topk_weights.shape)}"
             )
         if topk_weights.shape != topk_idx.shape:
@@ -306,7 +311,7 @@ class FMoE(SpreadLayer):
         return OwnExpertFn(self) if is_own else kind_of(self)
 
     def expert_fn(self, inp: Nest, fwd_expert_count: torch.Tensor) -> Nest:
-        """Apply the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [E]."""
+        """Apply the experts to rows sorted by expert: inp [R, *] or a nest, fwd_expert_count [num_local_experts]."""
         return kind_of(self).on_rows(inp, fwd_expert_count)
 
     def expert_fn_single(self, inp: Nest, fwd_expert_count: int | torch.Tensor, idx: int) -> Nest:
@@ -319,7 +324,8 @@ class FMoE(SpreadLayer):
 def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: int, expert: Any) -> int:
     """Count the experts of this rank, from their number here, their number on all ranks, or their list.
 
-    ValueError if these contradict one another, or num_experts is no multiple of num_ranks.
+    A list wins over num_expert, as in FastMoE. ValueError if num_experts is no multiple of num_ranks, comes with
+    num_expert, or contradicts a list.
     """
     if num_experts is not None:
         if num_expert is not None:
@@ -334,7 +340,7 @@ def _local_experts(num_expert: int | None, num_experts: int | None, num_ranks: i
                 f"num_experts={num_experts} is the number of experts of all ranks together: it must be a multiple "
                 f"of the {num_ranks} ranks"
             )
-    if isinstance(expert, (list, tuple)):
+    if isinstance(expert, Sequence):
         if num_experts is not None and len(expert) != num_expert:
             raise ValueError(
                 f"num_experts={num_experts} gives each of {num_ranks} ranks {num_expert} experts, but expert= is a "
@@ -368,6 +374,8 @@ def _make_gate(layer: FMoE, gate: GateMaker, gate_bias: bool) -> nn.Module:
 def _make_experts(layer: FMoE, expert: ExpertMaker) -> SeparateExperts:
     """Call expert, or each of its list, with d_model; TypeError if it takes more, or makes no module."""
     way_out = "pass a function of the width, as lambda d_model: nn.Linear(d_model, d_model)"
+    if not callable(expert) and not isinstance(expert, Sequence):
+        raise TypeError(f"expert= is a callable, or a list of them, but got {expert!r}: {way_out}")
     makers = [expert] * layer.num_local_experts if callable(expert) else expert
     for maker in makers:
         if isinstance(maker, nn.Module) or not callable(maker):

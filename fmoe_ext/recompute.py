@@ -12,7 +12,8 @@ Transformers calls, with Megatron-core and with DeepSpeed. ModuleTracker of torc
 nothing public says which forward is repeated (docs/design.md lists what was tried). So, of the layer's records:
     1. those of this thread: a backward on the CPU repeats forwards on the thread that called it. Those of a GPU are
        repeated on a thread of autograd, which has none of its own and asks those of all;
-    2. the one whose input is nearest, by a sample of its numbers;
+    2. the one whose input is nearest, by a sample of its numbers; on a GPU a single record is taken as it is, for
+       comparing would wait for the device;
     3. of those with the same input, the one that found PyTorch's generator as it is now (a checkpoint restores it);
     4. of those, the one not repeated yet, then the last, for autograd goes backwards.
 
@@ -24,6 +25,7 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
+import warnings
 import weakref
 from collections.abc import Callable
 from contextvars import ContextVar
@@ -41,7 +43,7 @@ _SAMPLE = 64  # numbers of an input that are kept to know it by
 _MAX_DISTANCE = 0.4
 _MAX_WITHOUT_GRAPH = 64  # records of forwards under no_grad that a layer keeps of each thread
 
-# set on threads that compute for another one (pipeline/overlap.py)
+# the thread for which this one computes (pipeline/overlap.py), 0 for none
 works_for: ContextVar[int] = ContextVar("the thread whose work this one does", default=0)
 
 
@@ -96,7 +98,7 @@ class Forward:
     is_done: bool = False  # a repetition has found it
     messages: list[torch.Tensor] = field(default_factory=list)  # results of exchanges between ranks, in order
     num_replayed: int = 0  # how many of these the repetition has used
-    # groups in which a rank had no tokens: without an input it cannot find its original, and exchanges again
+    # groups in which a rank had no tokens: it cannot find its original and exchanges again, so that all must
     groups_with_empty_rank: set[str] = field(default_factory=set)
     thread: int = field(default_factory=current_thread)
     is_batch_invariant: bool = field(default_factory=is_batch_invariant)
@@ -125,13 +127,15 @@ class Forwards:
 
     One with a graph lives as long as the graph. One without, as a reentrant checkpoint runs a forward, lives until its
     thread's first forward after its repetition (a checkpoint in a checkpoint repeats it twice); there are at most
-    _MAX_WITHOUT_GRAPH of a thread. Copies of a layer begin with none.
+    _MAX_WITHOUT_GRAPH of a thread, the last ones, and a repetition that misses one warns. Copies of a layer begin with
+    none.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # guards both lists
         self._with_graph: list[weakref.ref[Forward]] = []
         self._without: list[Forward] = []
+        self._has_dropped = False  # a record that nothing had repeated; said once, if a repetition misses one
         self._numbers = itertools.count(1)
 
     def __reduce__(self) -> tuple[type[Forwards], tuple[()]]:
@@ -155,11 +159,20 @@ class Forwards:
             found = _nearest(first, same)
         if found is not None:
             found.is_done, found.num_replayed = True, 0
+        elif self._has_dropped:
+            self._has_dropped = False
+            warnings.warn(
+                "a checkpoint repeats a forward of which no record is left, so that its tokens choose experts anew: of "
+                "forwards under no_grad, as a reentrant checkpoint runs them, a layer keeps the last "
+                f"{_MAX_WITHOUT_GRAPH} of each thread. Use torch.utils.checkpoint(use_reentrant=False), or fewer "
+                "microbatches before their backward",
+                stacklevel=2,
+            )
         return found
 
     def keep(self, forward: Forward, out: Nest, training: bool) -> None:
         """Keep a record as long as its output can be asked for gradients."""
-        # A forward outside of a backward: this thread's repetitions are over.
+        # This forward is outside of a backward (Step.end() keeps no other): this thread's repetitions are over.
         if self._without:
             with self._lock:
                 self._without = [f for f in self._without if not f.is_done or f.thread != forward.thread]
@@ -170,6 +183,7 @@ class Forwards:
                     own = [f for f in self._without if f.thread == forward.thread]
                     if len(own) >= _MAX_WITHOUT_GRAPH:
                         self._without.remove(own[0])
+                        self._has_dropped = True
                     self._without.append(forward)
             return
         # the graph's node holds the record, and we hold it weakly: it goes when the graph goes
@@ -188,7 +202,10 @@ def _sample(x: torch.Tensor) -> torch.Tensor:
 
 
 def _nearest(x: torch.Tensor, forwards: list[Forward]) -> Forward | None:
-    """Find the forward of the input x, None if none is near; a backward in two parts repeats one forward twice."""
+    """Find the forward of the input x, None if none is near; on a GPU a single one is taken as it is.
+
+    A backward in two parts repeats one forward twice.
+    """
     if len(forwards) == 1 and x.device.type != "cpu":
         return forwards[0]  # comparing numbers would wait for the device
     state = _generator_state(x.device)
@@ -217,7 +234,7 @@ def _generator_state(device: torch.device) -> torch.Tensor:
 
 
 def _compact(topk_idx: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """Copy choices to the smallest dtype that holds them."""
+    """Return choices as int16, or as int32 from 2^15 experts on, detached."""
     dtype = torch.int16 if num_experts < 2**15 else torch.int32
     return topk_idx.detach().to(dtype)
 

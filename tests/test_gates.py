@@ -179,6 +179,8 @@ def test_gshard_gate():
     gate.train()
     gate.random_routing = False
     assert torch.equal(gate(x)[0], keep_first(chosen, math.ceil(0.5 * T) * 2 // E))
+    # one token of 8 experts has a capacity of 0, as in FastMoE
+    assert GShardGate(D, 8, 1).double().eval()(x[:1])[0].tolist() == [[-1, -1]]
 
 
 def test_gshard_gate_drops_second_choices_at_random():

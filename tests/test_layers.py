@@ -402,7 +402,7 @@ def test_rejects():
         make_layer()(x[0, 0])
     with pytest.raises(ValueError, match=r"one entry for each of the 12 tokens, but got shape \[5\]"):
         make_layer(mask=torch.zeros(5), mask_dict={})(x)
-    with pytest.raises(ValueError, match=r"\[T=12, K=2\], but returned \[11, 2\] and \[12, 2\]"):
+    with pytest.raises(ValueError, match=r"\[T=12, K\], but returned \[11, 2\] and \[12, 2\]"):
         make_layer(gate=FixedGate(topk_idx[1:], topk_weights))(x)
     with pytest.raises(ValueError, match=r"but returned \[12, 2\] and \[12, 1\]"):
         make_layer(gate=FixedGate(topk_idx, topk_weights[:, :1]))(x)

@@ -170,6 +170,31 @@ def test_forward_without_a_record_is_not_taken_for_another():
     torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=1e-12)
 
 
+def test_more_forwards_under_way_than_records_warn_once(recwarn):
+    """The first two of 66 choose anew, in silence before."""
+    block = Block(partial(SoftmaxGate, jitter=0.3))
+    outs = [checkpoint(block, tokens(seed).requires_grad_(), use_reentrant=True) for seed in range(66)]
+    first = list(block.chosen)
+    block.chosen.clear()
+    block.drift += 0.3
+    for out in reversed(outs):
+        out.sum().backward()
+    again = block.chosen[::-1]
+    assert [torch.equal(a, b) for a, b in zip(first, again, strict=True)] == [False] * 2 + [True] * 64
+    (said,) = recwarn
+    assert "a layer keeps the last 64 of each thread" in str(said.message)
+
+
+def test_forwards_under_no_grad_that_nothing_repeats_do_not_warn(recwarn):
+    block = Block(SoftmaxGate)
+    with torch.no_grad():
+        for seed in range(66):
+            block(tokens(seed))
+    for use_reentrant in (False, True):
+        step(block, tokens(), use_reentrant)
+    assert not recwarn.list
+
+
 @pytest.mark.parametrize("inner", [False, True])
 @pytest.mark.parametrize("outer", [False, True])
 def test_checkpoint_in_a_checkpoint_gives_the_same_gradients(inner, outer):

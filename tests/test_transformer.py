@@ -4,6 +4,7 @@ import inspect
 import io
 import pickle
 import warnings
+from collections import UserList
 from typing import get_type_hints
 
 import pytest
@@ -305,6 +306,13 @@ def test_number_of_experts_and_their_list_agree():
     )
     with pytest.raises(ValueError, match=r"num_experts=4 gives each of 1 ranks 4 experts, .* a list of 3"):
         FMoE(num_experts=4, d_model=D, expert=experts)
+    # as in FastMoE, a list wins over num_expert, whatever kind of list it is
+    linear = [lambda d_model: nn.Linear(d_model, d_model)] * 3
+    for kind in (list, tuple, UserList):
+        layer = FMoE(num_expert=5, d_model=D, expert=kind(linear))
+        assert layer.num_experts == layer.num_local_experts == len(layer.experts) == 3
+    with pytest.raises(TypeError, match=r"expert= is a callable, or a list of them, but got <generator"):
+        FMoE(num_expert=3, d_model=D, expert=(make for make in linear))
 
 
 def test_state_dict_layouts():

@@ -81,7 +81,7 @@ class Layer:
             attributes = {n: v for n, v in vars(module).items() if isinstance(v, torch.Tensor)}
             for name, value in [*module.named_buffers(recurse=False), *attributes.items()]:
                 if value.shape == (self.num_experts,) and value.is_floating_point():
-                    found[f"{self.name}.{prefix}.{name}".replace("..", ".")] = value
+                    found[f"{self.name}.{prefix}.{name}".replace("..", ".").lstrip(".")] = value
         return found
 
 

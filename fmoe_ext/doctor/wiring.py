@@ -1,11 +1,14 @@
 """Check how a MoE layer is wired; examine.py runs these functions.
 
-* unused: every trainable parameter of the layer gets a gradient
-* half_frozen, frozen_choice: what is frozen is frozen whole, an expert's matrices together, a router with its bias
-* input_gradient: the gradient of the layer's input is the slope of the loss, as in gradients.py
-* weighted_biases: an expert's bias counts with the token's weight
-* choice_bias, bias_direction: a bias of the choice changes choices and no weight, and a step moves it against the load
-* grows: no list keeps tensors of every step
+Each function, and the invariant that a report names:
+
+* unused (used): every trainable parameter beside experts and router gets a gradient
+* half_frozen, frozen_choice (frozen): an expert's matrices are frozen together, a router with the bias of its choice
+* input_gradient (input-gradient): the gradient of the layer's input is the slope of the loss, as in gradients.py
+* weighted_biases (weighted): an expert's bias counts with the token's weight
+* choice_bias (choice-bias): a bias of the choice changes choices and no weight
+* bias_direction (bias-direction): a step moves it against the load
+* grows (cleared): no list keeps tensors of every step
 """
 
 from __future__ import annotations
@@ -34,7 +37,7 @@ def unused(case: Case) -> Iterator[Finding]:
     """
     for layer in case.layers:
         experts = list(layer.parameters())
-        # the whole layer
+        # nothing of the layer is in the loss's graph: one finding, undecided if all of it is frozen
         if experts and not any(n in case.grads for n in [*experts, *layer.routers]):
             trains = any(p.requires_grad for p in layer.parameters().values())
             yield verdict(
@@ -44,8 +47,12 @@ def unused(case: Case) -> Iterator[Finding]:
         # what is neither an expert's nor a router's, such as shared experts and latent projections
         own = {*experts, *layer.routers}
         prefix = f"{layer.name}." if layer.name else ""
-        others = [n for n, p in case.model.named_parameters() if n.startswith(prefix) and p.requires_grad]
-        idle = [n for n in others if n not in own and "lora_" not in n and not _has(case.grads.get(n))]
+        others = [
+            n
+            for n, p in case.model.named_parameters()
+            if n.startswith(prefix) and p.requires_grad and n not in own and "lora_" not in n
+        ]
+        idle = [n for n in others if not _has(case.grads.get(n))]
         if idle:  # once more from other values: a product with zeros has no gradient
             model = case.copy()
             generator = torch.Generator("cpu").manual_seed(0)
@@ -55,7 +62,7 @@ def unused(case: Case) -> Iterator[Finding]:
                     p.add_(noise.to(p.device), alpha=0.01)
             grads = case.backward(model, case.subject.loss)[2]
             idle = [n for n in idle if not _has(grads.get(n))]
-        text = f"{len(idle)} of {len(others)} trainable parameters get no gradient from the loss"
+        text = f"{len(idle)} of {len(others)} trainable parameters beside experts and router get no gradient"
         yield verdict("used", idle[0] if idle else layer.name, bool(idle), text)
 
 
@@ -66,14 +73,17 @@ def _has(grad: torch.Tensor | None) -> bool:
 def half_frozen(case: Case) -> Iterator[Finding]:
     """The matrices of an expert are frozen together or trained together."""
     for layer in case.layers:
-        matrices = {n: p for n, p in layer.parameters().items() if p.ndim > 1 and "lora_" not in n}
-        frozen = [n for n, p in matrices.items() if not p.requires_grad]
-        # names without numbers of layers and experts: freezing some experts whole is a choice
-        kinds = [{"".join(c for c in n if not c.isdigit()) for n in names} for names in (frozen, matrices)]
-        mixed = 0 < len(frozen) < len(matrices) and kinds[0] != kinds[1]
+        # by expert, or shard, or all stacks: freezing some experts whole is a choice
+        groups = [
+            {n: p.requires_grad for n, p in group.items() if p.ndim > 1 and "lora_" not in n}
+            for group in (*layer.separate, *layer.shards, layer.stacked)
+        ]
+        matrices = {n: trains for group in groups for n, trains in group.items()}
+        frozen = [n for n, trains in matrices.items() if not trains]
+        mixed = [n for group in groups if len({*group.values()}) > 1 for n in group if not group[n]]
         text = f"{len(frozen)} of {len(matrices)} matrices of the experts are frozen, the others are trained"
         if mixed or not matrices:
-            yield verdict("frozen", frozen[0] if frozen else layer.name, mixed or None, text)
+            yield verdict("frozen", mixed[0] if mixed else layer.name, bool(mixed) or None, text)
 
 
 def frozen_choice(case: Case) -> Iterator[Finding]:
@@ -120,14 +130,14 @@ def input_gradient(case: Case) -> Iterator[Finding]:
         expected = 0.0 if grad is None else float((grad * along).sum())
         move = partial(along_input, layer=layer, along=along)
         slope, same = slope_of_loss(case, move, SLOPE_STEP)
-        # the third number: how large the product of gradient and random direction usually is
+        # the last of the three: how large the product of gradient and random direction usually is
         scale = max(abs(slope), abs(expected), size * float(along.norm()) / along.numel() ** 0.5)
         gap = abs(slope - expected)
         bad: bool | None = gap > SLOPE_BOUND * scale + 0.1 * ROUNDING * abs(float(case.task)) / SLOPE_STEP
         if bad:
             # a mistake has one slope at every step; rounding, and choices that change unseen, have others
             others = [slope_of_loss(case, move, step) for step in (SLOPE_STEP * 4, SLOPE_STEP / 4)]
-            steady = all(seen and abs(other - slope) < 0.2 * gap for other, seen in others)
+            steady = all(alike and abs(other - slope) < 0.2 * gap for other, alike in others)
             bad = True if same and steady else None
         yield verdict("input-gradient", layer.name, bad, f"gradient {expected:.4g}, slope {slope:.4g}")
 
@@ -147,8 +157,8 @@ def _change_input(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..
 def weighted_biases(case: Case) -> Iterator[Finding]:
     """A bias of an expert's output counts with the token's weight, as the rest of the expert does.
 
-    One number of a bias is raised by 1, in training: rows move by the weights that its expert has there. If
-    they all move by whole numbers from 1 on, the bias was added as it is.
+    One number of a bias is raised by 1, in training: each token's output moves by the weight that it gives the
+    expert. If all move by whole numbers from 1 on, the bias was added as it is.
     """
     for layer in case.layers:
         experts = layer.parameters()
@@ -206,7 +216,7 @@ def choice_bias(case: Case) -> Iterator[Finding]:
     """A bias of the choice changes choices and nothing else: while they stay, the loss stays."""
     base, watch = case.run(case.copy(), case.subject.batch, case.subject.task)
     for layer in case.layers:
-        for name in _biases(layer):
+        for name in _choice_biases(layer):
             model = case.copy()
             (twin,) = [other for other in layers_of(model) if other.name == layer.name]
             value = _biases(twin)[name]
@@ -225,20 +235,20 @@ def choice_bias(case: Case) -> Iterator[Finding]:
 
 def bias_direction(case: Case) -> Iterator[Finding]:
     """A bias of the choice changes choices, and a step lowers it for busy experts and raises it for idle ones."""
-    if not any(_biases(layer) for layer in case.layers):
+    if not any(_choice_biases(layer) for layer in case.layers):
         return
     after = {x.name: _biases(x) for x in layers_of(case.stepped([case.subject.batch])[0])}
     for layer in case.layers:
-        for name, start in _biases(layer).items():
+        for name, start in _choice_biases(layer).items():
             acts = _answer(case, layer, name)  # the effect of the bias on choices, and its move in a step
             move = (after[layer.name][name] - start).detach().double()
-            if not acts and not move.any():
-                yield verdict(
-                    "bias-direction", name, None, "it changes no output and does not move: unused, maybe"
-                )
-                continue
             if acts is None or layer.name not in case.choices:
                 yield verdict("bias-direction", name, None, "choices are not visible")
+                continue
+            if acts == 0 and not move.any():
+                yield verdict(
+                    "bias-direction", name, None, "it changes no choice and does not move: unused, maybe"
+                )
                 continue
             if acts == 0:
                 yield verdict("bias-direction", name, True, "it moves in a step and changes no choice")
@@ -270,13 +280,26 @@ def _answer(case: Case, layer: Layer, name: str) -> int | None:
 
 
 def _biases(layer: Layer) -> dict[str, torch.Tensor]:
-    """Return the biases of a layer's choice by name: tensors [E] with "bias" in their name, which are not trained."""
+    """Return tensors [E] with "bias" in their name, which are not trained: biases of the choice or a router's own."""
     frozen = {
-        f"{layer.name}.{n}": p
+        f"{layer.name}.{n}".lstrip("."): p
         for n, p in layer.module.named_parameters()
         if p.shape == (layer.num_experts,) and not p.requires_grad
     }
     return {n: v for n, v in (layer.state() | frozen).items() if "bias" in n.rpartition(".")[2]}
+
+
+def _choice_biases(layer: Layer) -> dict[str, torch.Tensor]:
+    """Return _biases() without those that a router adds to its scores, which move weights as they should."""
+    modules = dict(layer.module.named_modules(prefix=layer.name))
+    own = set()
+    for name, weight in layer.routers.items():
+        owner = name.rpartition(".")[0]
+        # beside a trained weight a frozen parameter "bias" may be the choice's, as DeepSeek's is
+        if isinstance(modules[owner], nn.Linear) or not weight.requires_grad:
+            parameters = modules[owner].named_parameters(prefix=owner, recurse=False)
+            own |= {n for n, _ in parameters if n.rpartition(".")[2] == "bias"}
+    return {n: v for n, v in _biases(layer).items() if n not in own}
 
 
 def grows(case: Case) -> Iterator[Finding]:

@@ -6,8 +6,8 @@ would write all experts' weights anew in each step, and round the sum. For the g
     x, h     [T, D], [R, H or 2H]     tokens, and rows before the activation
     u1, u2   [R, rank]                scale * rows @ A^T of each adapter
 
-On the CPU one operator computes a chunk of rows through both layers (csrc/frozen_mlp.cpp); elsewhere composed() and
-composed_backward() below do, by grouped_gemm.
+On the CPU one operator computes a chunk of rows through both layers (csrc/frozen_mlp.cpp); on CUDA composed() and
+composed_backward() below do, by grouped_gemm. borrowed.py calls the two operators directly, for streamed experts.
 """
 
 from types import MappingProxyType
@@ -52,7 +52,9 @@ def frozen_mlp(
     lora1: Lora | None = None,
     lora2: Lora | None = None,
 ) -> torch.Tensor:
-    """Compute expert_mlp with frozen weights and an adapter (LoRA) on one or both of them; see there for the rest.
+    """Compute expert_mlp with frozen weights and an adapter (LoRA) on one or both of them.
+
+    Arguments that are not named here are expert_mlp's.
 
     w1, w2: float, or Quantized; b1 and lora1.b have the order of the rows of w1.
     lora1: of w1, a [E, rank, D], b [E, H or 2H, rank]; lora2: of w2, a [E, rank, H], b [E, D, rank]; both of the dtype
@@ -77,11 +79,12 @@ def frozen_mlp(
     """
     # 1. Arguments of the operator: bytes and packing of each weight, adapters, biases in the order of the products.
     number = activation_number(activation)
-    chooser.before(x)
+    chooser.before(x)  # on a GPU, kernels are chosen before the product
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
     data1, packing1, b1, lb1 = operands(w1, b1, lb1)
     data2, packing2, b2, lb2 = operands(w2, b2, lb2)
-    if packing2[-1]:
+    *packing2, is_interleaved = packing2
+    if is_interleaved:
         raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
     for name, weight in (("w1", data1), ("b1", b1), ("w2", data2), ("b2", b2)):
         if weight is not None and weight.requires_grad and torch.is_grad_enabled():
@@ -99,18 +102,19 @@ def frozen_mlp(
     save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in learned)
     arguments = (
         x, row_idx, inverse, offs, data1, b1, data2, b2, topk_weights, number, combine, save or transformed,
-        *packing1, *packing2[:3], a1, lb1, scale1, a2, lb2, scale2,
+        *packing1, *packing2, a1, lb1, scale1, a2, lb2, scale2,
     )  # fmt: skip
     if transformed:
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
         return y
     if not save or torch.compiler.is_compiling():
         return torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
+    # the ticket lives as long as the saved tensors, and with it what was decoded for the backward (kept.py)
     return kept.call_with_ticket(torch.ops.fmoe_ext.frozen_mlp, x.device, *arguments)[0]
 
 
 def operands(weight: torch.Tensor | Quantized, *of_rows: torch.Tensor | None) -> tuple[Any, ...]:
-    """Return the weight or its bytes, its Quantized.packing(), and of_rows with gates before ups.
+    """Return the weight or its bytes, its packing (scale, zero, format, interleaved), and of_rows, gates before ups.
 
     of_rows: what has an entry for each row of the weight in its first dimension after E: bias, b of an adapter.
     """
@@ -150,7 +154,7 @@ def frozen_mlp_ref(
     return expert_mlp_ref(x, row_idx, inverse, offs, w1, b1, w2, b2, topk_weights, activation, combine)
 
 
-_RANKS = MappingProxyType(  # {argument: its number of dimensions}
+_NUM_DIMS = MappingProxyType(  # {argument: its number of dimensions}
     {
         **dict.fromkeys(("row_idx", "offs"), 1),
         **dict.fromkeys(("grad_y", "x", "inverse", "b1", "b2", "topk_weights", "h", "u1", "u2"), 2),
@@ -160,7 +164,7 @@ _RANKS = MappingProxyType(  # {argument: its number of dimensions}
 )
 
 
-@register_fake("fmoe_ext::frozen_mlp", FrozenMlp, **_RANKS)
+@register_fake("fmoe_ext::frozen_mlp", FrozenMlp, **_NUM_DIMS)
 def _(a: FrozenMlp) -> tuple[torch.Tensor, ...]:
     R, D = a.row_idx.shape[0], a.x.shape[1]
     y = a.x.new_empty((a.x.shape[0] if a.combine else R, D))
@@ -168,7 +172,7 @@ def _(a: FrozenMlp) -> tuple[torch.Tensor, ...]:
     return y, h, *(a.x.new_empty((R, 0 if t is None else t.shape[1])) for t in (a.lora_a1, a.lora_a2))
 
 
-@register_fake("fmoe_ext::frozen_mlp_backward", FrozenMlpBackward, **_RANKS)
+@register_fake("fmoe_ext::frozen_mlp_backward", FrozenMlpBackward, **_NUM_DIMS)
 def _(a: FrozenMlpBackward) -> tuple[torch.Tensor, ...]:
     like = (a.x, a.lora_a1, a.lora_b1, a.lora_a2, a.lora_b2, a.topk_weights)
     shapes = (a.x.shape, *(None if t is None else t.shape for t in like[1:5]), a.inverse.shape)
@@ -228,7 +232,7 @@ _library = torch.library.Library("fmoe_ext", "IMPL")  # its registrations live a
 register_autocast(_library, torch.ops.fmoe_ext.frozen_mlp.default, cast=(0, *_WEIGHTS, *_LORA))
 
 
-# What follows computes both operators by grouped_gemm, one product after another, for devices without a kernel of their
+# What follows computes both operators by grouped_gemm, one product after another, for CUDA, which has no kernel of its
 # own. R rows in the experts' order, T tokens, K choices of each, D and H the widths of a token and of an expert.
 
 

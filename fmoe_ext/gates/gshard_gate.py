@@ -1,7 +1,9 @@
 """GShardGate: two experts for each token, the second at random, and a capacity (GShard); DCGate, with another capacity.
 
-A second expert of small weight adds little, so it is kept with a probability that grows with its weight. On one rank,
-in the usual case, one operator chooses, counts and computes the loss (choose_in_one_node), else the steps of forward().
+A second expert of small weight adds little, so it is kept with a probability that grows with its weight. On one rank's
+CPU, inside a layer that trains, one operator chooses, counts first choices and computes the loss
+(NaiveGate.choose_in_one_node says when), and drop_choices then drops. A GPU, several ranks, a subclass and a compiled
+graph take the steps in forward().
 """
 
 from collections.abc import Sequence
@@ -21,11 +23,12 @@ class GShardGate(GateOverRanks):
     * loss = E^2 * mean_e(c_e * m_e): c_e the share of tokens whose first choice is expert e, m_e its mean
       probability, over the tokens and the E experts of all ranks. 1 when balanced;
     * an expert takes ceil(capacity * T) * 2 // E choices, T the tokens of all ranks, with capacity[0] in
-      training and capacity[1] in evaluation; first choices go before second ones, the rest becomes -1;
+      training and capacity[1] in evaluation; first choices go before second ones, the rest becomes -1.
+      Few tokens have a capacity of 0: of one token and 8 experts all choices are dropped, as in FastMoE;
     * random_routing: in training a second choice of weight w is kept with probability min(1, 2 * w). Those
       that are given up have taken their place in the capacity, as in the paper.
-    FastMoE counts capacity over local tokens, the loss over local experts, and drops second choices in
-    evaluation too.
+    FastMoE counts capacity over local tokens, scales the loss by the square of its local experts, and drops
+    second choices in evaluation too.
 
     Example:
 
@@ -48,7 +51,7 @@ class GShardGate(GateOverRanks):
         ranks: Ranks | None = None,
     ) -> None:
         if topk != 2:
-            raise ValueError(f"GShardGate chooses two experts: topk must be 2, but got {topk}")
+            raise ValueError(f"{type(self).__name__} chooses two experts: topk must be 2, but got {topk}")
         super().__init__(d_model, num_expert, world_size, topk, gate_bias, ranks=ranks)
         check_factors(capacity)
         self.capacity = capacity
@@ -56,6 +59,7 @@ class GShardGate(GateOverRanks):
 
     @property
     def weights_vary(self) -> str | None:
+        # one answer for both modes, though evaluation drops no second choice at random
         if self.random_routing:
             return "it drops second choices at random; random_routing=False keeps them"
         return self._why_it_drops(min(self.capacity)) or super().weights_vary
@@ -67,7 +71,7 @@ class GShardGate(GateOverRanks):
         return self._why_it_drops(self.capacity[0 if self.training else 1])
 
     def _why_it_drops(self, factor: float) -> str | None:
-        # even if all tokens choose one expert; of many tokens, where rounding up makes no difference
+        # Nothing is dropped if an expert has room for all tokens. Asked of many, as rounding up may make room for few
         many = 2**20 * self.num_experts
         if self.expert_capacity(factor, many) >= many:
             return None
@@ -75,6 +79,7 @@ class GShardGate(GateOverRanks):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward, with -1 for dropped choices."""
+        # a subclass may have logits, choices or a loss of its own
         is_usual = type(self) in (GShardGate, DCGate) and type(self.ranks) is OneRank
         found = self.choose_in_one_node(inp, num_counted=1) if is_usual and not return_all_scores else None
         if found is not None:
@@ -103,7 +108,7 @@ class GShardGate(GateOverRanks):
         return self.expert_capacity(factor, self.ranks.num_tokens(chosen.shape[0]))
 
     def _drop(self, chosen: torch.Tensor, topk_weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Drop chosen [T, 2] -> topk_idx [T, 2], -1 where dropped, and counts [2, E] before that."""
+        """Drop chosen [T, 2] -> topk_idx [T, 2], -1 where dropped, and counts [2, E] by rank of choice before that."""
         random: tuple[torch.Tensor, ...] = ()
         if self.random_routing and self.training:
             noise = torch.rand(len(chosen), dtype=topk_weights.dtype, device=topk_weights.device)

@@ -1,7 +1,8 @@
-"""Translate between a file's rope.scaling.* keys and Transformers' rope_parameters: linear scaling and YaRN.
+"""A file's rope.scaling.* keys and Transformers' rope_parameters.
 
-Any other key is an error, so that no scaling is lost, but for two that change nothing: "finetuned", and the original
-length without YaRN.
+Linear scaling and YaRN are read; YaRN as GPT-OSS has it is written, and Architecture.refused() refuses the rest. Any
+other key is an error, so that no scaling is lost, but for what changes nothing: "finetuned", the original length
+without YaRN, an attn_factor of 1.
 """
 
 import math
@@ -47,10 +48,11 @@ def rope_parameters(
     context: int,
     attention_of: Callable[[dict[str, Any], float], dict[str, Any]],
 ) -> dict[str, Any]:
-    """Read rope_type and its parameters from the keys of an architecture; {} if the file has none.
+    """Read rope_type and its parameters from the keys of an architecture.
 
-    context: the model's longest. attention_of(said, factor): return YaRN's parameters for the scale of attention, and
-    remove the keys that it used from `said`.
+    {} if the file has none, or they change no position: no scaling, or a linear one by 1. context: the model's longest
+    sequence. attention_of(said, factor) is Architecture.yarn_attention: return YaRN's parameters for the scale of
+    attention, and remove the keys that it used from `said`. CheckpointError for keys that are not computed.
     """
     # Each step removes what it used from `said`; what is left is an error
     begin = f"{name}.{SCALING}"
@@ -58,6 +60,10 @@ def rope_parameters(
     said.pop("finetuned", None)
     if not said:
         return {}
+    # a damaged file may have any value
+    for key, value in said.items():
+        if key != "type" and type(value) not in (int, float):
+            raise CheckpointError(f"{begin}{key} is {shortened(value)}, but must be a number")
     kind, factor = said.pop("type", "linear"), said.pop("factor", 1.0) or 1.0  # as in llama.cpp
     if kind not in KINDS:
         raise CheckpointError(f"{begin}type is {kind!r}, which is not computed here")
@@ -83,7 +89,10 @@ def rope_parameters(
 
 
 def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
-    """Return rope_parameters of a configuration, with YaRN's defaults for what is left out."""
+    """Return rope_parameters of a configuration, with YaRN's defaults for what is left out.
+
+    As they are with DeepSeek's mscale, which the scale of attention is computed from.
+    """
     said = {name: value for name, value in rope_of(config).items() if value is not None}
     if said.get("rope_type") != "yarn" or {"mscale", "mscale_all_dim"} & said.keys():
         return said
@@ -102,7 +111,7 @@ def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
 
 def yarn_fields(config: Any) -> dict[str, Any]:
     """Return the metadata of YaRN with the usual factor of attention, which llama.cpp derives itself."""
-    said = config.rope_parameters
+    said = rope_of(config)
     context = said.get("original_max_position_embeddings") or config.max_position_embeddings
     return {
         f"{SCALING}type": "yarn",

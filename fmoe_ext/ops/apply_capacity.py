@@ -103,7 +103,7 @@ def drop_choices(
                 raise RuntimeError(f"{name} must have shape {list(shape)}, but got shape {list(given.shape)}")
             if given.device != topk_idx.device:
                 raise RuntimeError(
-                    f"{name} must be on {topk_idx.device} like topk_idx, but is on {given.device}"
+                    f"{name} must be on {topk_idx.device} like topk_idx, but it is on {given.device}"
                 )
         kept[:, 1:].masked_fill_(2 * topk_weights[:, 1:] < uniform[:, None], -1)
     # with `none`, so that K = 0 gives counts [0, E]

@@ -8,6 +8,7 @@ import torch
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
+from fmoe_ext.checkpoint.weight_names import WeightNames
 from fmoe_ext.finetune.adapters import converted, merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.huggingface.moe_architectures import CHANGES, skip_without, tiny_model
@@ -83,6 +84,22 @@ def test_converter_that_computes_is_refused(fault, tmp_path, monkeypatch):
     monkeypatch.setattr(converted, "as_in_modules", back)
     with pytest.raises(CheckpointError, match=r"which does not turn the adapter's change back"):
         merge.merge(adapter, ModelFolder(tmp_path / "base"), tmp_path / "out")
+
+
+def test_converted_weight_that_is_tied_is_refused_as_a_plain_one(tmp_path, monkeypatch):
+    """The refusal was about its converter."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        folders(MINIMAX, tmp_path, monkeypatch)
+    init = WeightNames.__init__
+
+    def tied(self, base, model, *rest):
+        init(self, base, model, *rest)
+        self.shared = {name: "the head" for name in model.state_dict() if "shared_experts.gate_up" in name}
+
+    monkeypatch.setattr(WeightNames, "__init__", tied)
+    with pytest.raises(CheckpointError, match=r"gate_up_proj\.weight shares its values with the head, which"):
+        merge.merge(read_adapter(tmp_path / "adapter"), ModelFolder(tmp_path / "base"), tmp_path / "out")
 
 
 def test_converter_that_cannot_be_undone_is_refused_by_its_name(tmp_path, monkeypatch):

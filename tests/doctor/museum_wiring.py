@@ -1,10 +1,13 @@
 """Mistakes of how a MoE layer is wired: parts that never run, gradients that are cut, weights of other scores."""
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 
+from fmoe_ext import FMoETransformerMLP
 from tests.doctor.museum import exhibit, moe_with, router_with, subject
-from tests.doctor.plain import EXPERTS, Expert, Model, MoE, loss, parts
+from tests.doctor.plain import EXPERTS, Expert, Model, MoE, Router, loss, parts
 
 
 class Skips(Model):
@@ -78,13 +81,47 @@ class Gated(nn.Module):
         return self.down_proj(nn.functional.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
-@exhibit("frozen", None)
-def freezing_gate_freezes_gate_proj():
-    made = subject(moe_with(expert=Gated))
+def frozen_by_name(made, word):
     for name, p in made.model.named_parameters():
-        if "gate" in name:
+        if word in name:
             p.requires_grad_(False)
     return made
+
+
+@exhibit("frozen", None)
+def freezing_gate_freezes_gate_proj():
+    return frozen_by_name(subject(moe_with(expert=Gated)), "gate")
+
+
+class Mixtral(nn.Module):
+    """A SwiGLU expert whose matrices have numbers for names."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w2, self.w3 = nn.Linear(12, 10), nn.Linear(10, 12), nn.Linear(12, 10)
+
+    def forward(self, x):
+        return self.w2(nn.functional.silu(self.w1(x)) * self.w3(x))
+
+
+@exhibit("frozen", None)
+def freezing_one_of_numbered_matrices():
+    return frozen_by_name(subject(moe_with(expert=Mixtral)), "w1")
+
+
+def our_layer():
+    made = subject(
+        model=lambda: FMoETransformerMLP(4, 12, 10),
+        loss=lambda model, x: model(x).square().mean(),
+        parts=None,
+        padded=None,
+    )
+    return replace(made, batch=torch.randn(16, 12, generator=torch.Generator().manual_seed(2)))
+
+
+@exhibit("frozen", None)
+def freezing_htoh4_of_our_layer():
+    return frozen_by_name(our_layer(), "htoh4")
 
 
 class Accumulates(MoE):
@@ -155,6 +192,28 @@ class OneForTheLast(MoE):
         return super().mix(x, weights, torch.where(last, index, other))
 
 
+class Named(MoE):
+    """Experts in a dict, under names with numbers."""
+
+    def __init__(self, top_k=2, bias=False):
+        super().__init__(top_k, bias)
+        self.experts = nn.ModuleDict({f"expert{e}": Expert() for e in range(EXPERTS)})
+
+    def part(self, expert, x, weight, number):
+        return self.experts[expert](x) * weight
+
+
+class BiasedRouter(Router):
+    """A linear router whose bias is part of its scores."""
+
+    def __init__(self, top_k=2, bias=False):
+        super().__init__(top_k, bias)
+        self.bias = nn.Parameter(0.1 * torch.randn(EXPERTS))
+
+    def scores(self, x):
+        return nn.functional.linear(x, self.weight, self.bias).softmax(-1)
+
+
 def next_token_parts(model, batch):
     logits = model(**batch)[:, :-1]
     task = nn.functional.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten())
@@ -182,4 +241,10 @@ def healthy_models():
     frozen = subject()
     frozen.model.blocks[0].experts[0].requires_grad_(False)
     yield "one frozen expert", frozen
+    made = frozen_by_name(subject(moe_with(expert=Mixtral)), "blocks.0.experts.0")
+    yield "one frozen expert with numbered matrices", made
+    yield "one frozen expert of a dict", frozen_by_name(subject(Named), "expert1")
+    yield "frozen router with a bias of its scores", frozen_by_name(subject(moe_with(BiasedRouter)), "router")
+    yield "frozen gate of our layer", frozen_by_name(our_layer(), "gate")
+    yield "frozen bias of our gate", frozen_by_name(our_layer(), "gate.bias")
     yield "bias of the choice", subject(model=lambda: Model(bias=True), loss=loss)

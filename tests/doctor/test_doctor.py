@@ -15,8 +15,8 @@ from tests.doctor.architectures import moe_architectures, subject_of
 from tests.doctor.held_out import HELD_OUT
 from tests.doctor.museum import EXHIBITS, subject
 from tests.doctor.museum_finetune import healthy_finetuning
-from tests.doctor.museum_wiring import healthy_models
-from tests.doctor.plain import Model
+from tests.doctor.museum_wiring import RectifiedRouter, healthy_models
+from tests.doctor.plain import Model, parts
 from tests.doctor.reported import NAMED, NAMED_ALONE, NOT_SEEN
 from tests.pages import ROOT, blocks
 
@@ -110,6 +110,21 @@ def test_load_that_fails_without_a_text_is_a_violation():
     report = doctor.check(subject(), load=load)
     (finding,) = (f for f in report.findings if f.invariant == "checkpoint")
     assert (finding.verdict, finding.numbers) == ("wrong", "does not load: AssertionError: ")
+
+
+def test_bias_beside_choices_that_are_not_visible_is_not_called_unused():
+    made = subject(
+        model=lambda: Model(RectifiedRouter, bias=True), parts=None, loss=lambda m, b: parts(m, b)[0]
+    )
+    found = {f.numbers for f in doctor.check(made).findings if f.invariant == "bias-direction"}
+    assert found == {"choices are not visible"}
+
+
+def test_parameters_without_a_gradient_are_counted_beside_experts_and_router():
+    report = doctor.check(EXHIBITS["shared_expert_computed_and_dropped"][2]())
+    (finding, _) = (f for f in report.findings if f.invariant == "used")
+    text = "4 of 4 trainable parameters beside experts and router get no gradient"
+    assert (finding.numbers, finding.module) == (text, "blocks.0.shared.up.weight")
 
 
 def test_random_numbers_of_cuda_go_on_after_a_check(monkeypatch):

@@ -247,6 +247,9 @@ def test_rope_scaling_is_computed_as_llama_cpp_does(name, models, tmp_path, monk
         (YARN | {"yarn_log_multiplier": 0.1}, "rope.scaling.yarn_log_multiplier is 0.1"),
         (YARN | {"yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor is 0.5"),
         ({"type": "linear", "factor": 2.0, "attn_factor": 0.5}, "rope.scaling.attn_factor is 0.5"),
+        ({"type": "linear", "factor": "2"}, "rope.scaling.factor is '2', but must be a number"),
+        (YARN | {"attn_factor": "1"}, "rope.scaling.attn_factor is '1', but must be a number"),
+        (YARN | {"yarn_beta_fast": True}, "rope.scaling.yarn_beta_fast is True, but must be a number"),
     ],
 )
 def test_rope_scaling_that_is_not_computed_is_refused(scaling, message, models, tmp_path, monkeypatch):
@@ -254,6 +257,9 @@ def test_rope_scaling_that_is_not_computed_is_refused(scaling, message, models, 
     file = write(models["qwen3_moe"], tmp_path / "out", keys, monkeypatch)
     with pytest.raises(CheckpointError, match=message):
         streamed(file)
+    # with a configuration beside it
+    with pytest.raises(CheckpointError, match=message):
+        metadata.check(open_gguf(file), models["qwen3_moe"].config)
 
 
 def test_notes_of_other_programs_change_nothing(models, tmp_path, monkeypatch):

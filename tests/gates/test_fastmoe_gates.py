@@ -252,5 +252,7 @@ def test_rejects():
         ZeroGate(D, 4, 1, 0)
     with pytest.raises(ValueError, match="capacity must be two positive factors"):
         DCGate(D, 4, 1, capacity=(0, 1))
+    with pytest.raises(ValueError, match="DCGate chooses two experts: topk must be 2, but got 1"):
+        DCGate(D, 4, 1, topk=1)
     with pytest.raises(ValueError, match=r"inp must have shape \[T, d_model=6\], but got \[3, 5\]"):
         functools.partial(NoisyGate, D, 4, 1)()(torch.randn(3, 5))

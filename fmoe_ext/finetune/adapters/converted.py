@@ -1,5 +1,6 @@
-"""Compute the changes of linear layers that the files hold joined, split or in another order, for merge.
+"""For merge: the change that an adapter makes to tensors of the files that hold a linear layer in another form.
 
+Its weight may be joined with others there, split, or in another order.
 Transformers' own converters turn the parameters of a model into the tensors of its files. A converter that only moves
 numbers is linear: given the changes of parameters instead of their values, it makes the changes of the tensors in the
 files. Whether it only moves numbers nobody says, so it is tried: the changes, sent there and back, must return to the
@@ -13,6 +14,7 @@ from typing import Any, TypeAlias
 
 import torch
 
+from fmoe_ext.adapters import change_of
 from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
@@ -52,7 +54,10 @@ class _ConvertedChanges:
         return self._found.names
 
     def change(self, name: str) -> torch.Tensor:
-        """Compute the change of one tensor of the files, at least in float32, from all of the parameters anew."""
+        """Compute the change of one tensor of the files, in float32 or wider.
+
+        All parameters' changes are computed anew at each call: a group's factors are small, its changes are not kept.
+        """
         return self._in_files(self._of_parameters())[name]
 
     def _of_parameters(self) -> dict[str, torch.Tensor]:
@@ -66,7 +71,7 @@ class _ConvertedChanges:
             for name, shape in self._found.parameters.items()
         }
         for name, (a, b, scaling) in self._pairs.items():
-            changes[name] = b.read().to(wide) @ a.read().to(wide) * scaling
+            changes[name] = change_of(a.read().to(wide), b.read().to(wide), scaling)
         return changes
 
     def _in_files(self, changes: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -99,6 +104,8 @@ def converted_changes(
     for key, pair in pairs.items():
         if (at := of_base.converted(module_of(key))) is None:
             others[key] = pair
-        else:
-            groups.setdefault(at[1].names, (*at, {}))[2][f"{module_of(key)}.weight"] = pair
+            continue
+        model, found = at
+        _, _, of_group = groups.setdefault(found.names, (model, found, {}))
+        of_group[f"{module_of(key)}.weight"] = pair
     return [_ConvertedChanges(*group) for group in groups.values()], others

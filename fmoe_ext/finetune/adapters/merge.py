@@ -65,8 +65,15 @@ class _Merge:
                         name: (f"{layer}.{e}.{role}", partial(self._delta, layer, experts, role, e))
                         for e, name in enumerate(names)
                     }
+        # A weight that is tied to another one would change both.
+        pairs, leaves = plain_pairs(adapter), ("gate_up_proj", "up_proj", "down_proj")
+        for parameter in (
+            *(f"{module_of(key)}.weight" for key in pairs),
+            *(f"{layer}.{leaf}" for layer in adapter.layers for leaf in leaves),
+        ):
+            self.of_base.check_alone(parameter)
         # Other linear layers: those whose weights the files hold in another form, then the plain ones.
-        converted, plain = converted_changes(self.of_base, plain_pairs(adapter))
+        converted, plain = converted_changes(self.of_base, pairs)
         for group in converted:
             for name in group.names:
                 self._claim(name, group.names[0])
@@ -79,13 +86,6 @@ class _Merge:
             name = str(self.of_base.weight(module_of(key)))
             self._claim(name, key)
             self.changes[name] = name, partial(product, a, b, scaling)
-        # A weight that is tied to another one would change both.
-        leaves = ("gate_up_proj", "up_proj", "down_proj")
-        for parameter in (
-            *(f"{module_of(key)}.weight" for key in plain),
-            *(f"{layer}.{leaf}" for layer in adapter.layers for leaf in leaves),
-        ):
-            self.of_base.check_alone(parameter)
 
     def tensor(self, name: str) -> StoredTensor:
         """Merge a tensor of the base; it is read when it is written."""
