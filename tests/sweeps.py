@@ -1,4 +1,4 @@
-"""Sweeps of which make test runs a part that meets every value, and .ci/run and make test-all the rest."""
+"""Sweeps of which make test or .ci/run runs a part that meets every value, and make test-all the rest."""
 
 import pytest
 
@@ -11,6 +11,12 @@ def rest_is_long(cases, quick):
     cases, quick = list(cases), list(quick)
     assert all(case in cases for case in quick), f"{quick} are not all of {cases}"
     return [case if case in quick else _long(case) for case in cases]
+
+
+def one_is_long(cases):
+    """Parameters of a test of most of a minute: the first case is for .ci/run, the rest for make test-all alone."""
+    first, *rest = cases
+    return [_long(first), *(pytest.param(case, marks=pytest.mark.slow) for case in rest)]
 
 
 def _long(case):

@@ -16,7 +16,7 @@ def test_summary():
     ]
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compare_tree_with_itself():
     cases = [["E", "float32", False], ["E", "bfloat16", True]]
     rows = compare.compare(compare.ROOT, compare.ROOT, cases, rounds=2, threads=1)

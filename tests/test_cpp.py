@@ -18,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import fmoe_ext
 from fmoe_ext import checkpoint, gates, info
 from fmoe_ext.testing import run_distributed
+from tests import sanitized
 
 ROOT = Path(__file__).resolve().parent.parent
 BUILD = ROOT / "build" / "cpp_tests"
@@ -88,7 +89,7 @@ def train_with_operators_of_this_checkout(name, folder, *options, **env):
     return {case: load_file(folder / f"{case}.out.safetensors") for case in CASES}
 
 
-@pytest.mark.long
+@sanitized.long_unless_passed()
 @pytest.mark.filterwarnings("ignore:.*has no balance loss")
 def test_sanitizers_find_nothing(tmp_path):
     """Headers and operators built with AddressSanitizer and UBSan: the values of Python."""

@@ -59,8 +59,13 @@ def test_losses_are_drawn_at_the_batches_that_were_trained(example):
     assert [batch for batch, _ in trainer.valid_curve] == [5, 10, 15]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("extra", [[], ["--moe", "2", "--schedule", "zero_bubble_v"]], ids=["dense", "moe"])
+@pytest.mark.parametrize(
+    "extra",
+    [
+        pytest.param([], marks=pytest.mark.slow, id="dense"),
+        pytest.param(["--moe", "2", "--schedule", "zero_bubble_v"], marks=pytest.mark.long, id="moe"),
+    ],
+)
 def test_command(tmp_path, extra):
     for part, count in (("train", 900), ("valid", 200), ("test", 200)):
         (tmp_path / f"wiki.{part}.tokens").write_text(

@@ -190,7 +190,7 @@ def test_zipf_choices_are_skewed():
         assert first == pytest.approx(share, abs=0.01), routing
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled_pipeline_is_the_peer_of_record():
     """The steps as torch.compile makes them give what the steps themselves give."""
     device = gpu_timing.Device("cpu")

@@ -7,12 +7,17 @@ from concurrent.futures import ThreadPoolExecutor
 import emu_build
 import pytest
 
+from tests import sanitized
+
 SEEDS = {"tsan": "1", "asan": "1", "plain": "3"}
 SHAPES = {"tsan": "40", "asan": "100", "plain": "500"}  # of test_shapes
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("mode", SEEDS)
+@pytest.mark.parametrize(
+    "mode",
+    [pytest.param("plain", marks=pytest.mark.long)]
+    + [pytest.param(mode, marks=sanitized.long_unless_passed()) for mode in ("tsan", "asan")],
+)
 def test_programs(needs_compiler, mode):
     def run(path):
         counts = SHAPES if path.name == "test_shapes" else SEEDS

@@ -16,6 +16,7 @@ from tests.formats.format_models import make
 from tests.formats.test_gguf import GEMMA, OSS, llama_cpp_or_skip
 from tests.formats.test_gguf_vocabulary import QWEN2
 from tests.pages import ROOT, blocks, run_python, run_shell
+from tests.sweeps import one_is_long
 
 transformers = pytest.importorskip("transformers")
 constants = pytest.importorskip("huggingface_hub.constants")
@@ -80,8 +81,7 @@ def save_tokenizer(folder):
     made.save_pretrained(folder)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("kind", SHAPES)
+@pytest.mark.parametrize("kind", one_is_long(SHAPES))
 def test_recipe_runs_as_written(kind, tokenizer, clean_state, tmp_path, monkeypatch, capsys):
     """And llama.cpp's first token at its end is that of our stream of the same file."""
     llama_cpp_or_skip()

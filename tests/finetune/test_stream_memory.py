@@ -122,7 +122,7 @@ def test_memory_of_the_process_and_what_the_limits_leave_it(tmp_path):
     not os.access("/proc/self/clear_refs", os.W_OK), reason="Linux restarts a peak by this file"
 )
 def test_peak_begins_anew(tmp_path):
-    with mmap.mmap(-1, 2**28) as memory:  # not a tensor, whose memory malloc may have been told to keep
+    with mmap.mmap(-1, 2**28) as memory:  # not a tensor: malloc may keep its pages
         for page in range(0, 2**28, mmap.PAGESIZE):
             memory[page] = 1
     before = process()

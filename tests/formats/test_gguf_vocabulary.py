@@ -15,6 +15,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.gguf.vocabulary import PRE_TOKENIZERS, read_vocabulary
 from tests.formats.test_gguf import llama_cpp_or_skip
 from tests.formats.trained_tokenizers import SPECIAL, byte_level, sentencepiece, texts, wrapped
+from tests.sweeps import one_is_long
 
 KINDS = {name: steps for steps, names in PRE_TOKENIZERS.items() for name in names if name}
 QWEN2 = KINDS["qwen2"]
@@ -88,8 +89,7 @@ def test_byte_level(name, tmp_path):
     assert_llama_cpp_reads(tokenizer, file, 300)
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("name", [*KINDS, "sentencepiece", "gemma4"])
+@pytest.mark.parametrize("name", one_is_long([*KINDS, "sentencepiece", "gemma4"]))
 def test_ten_thousand_texts(name, tmp_path):
     tokenizer = {"sentencepiece": sentencepiece, "gemma4": gemma}.get(name, lambda: trained(name))()
     count = 3_000 if name in INEXACT else 10_000  # llama.cpp takes ten times as long for these

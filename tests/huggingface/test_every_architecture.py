@@ -112,7 +112,7 @@ def outputs(dense, moe):
     return None
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.* stay dense")
 def test_every_architecture_upcycled_has_the_first_output_of_the_dense_model():
     wrong, equal = {}, []

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.sweeps import one_is_long
+
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -43,8 +45,7 @@ def test_dense_model(tmp_path):
         assert abs(a["grad_norm"] - b["grad_norm"]) < 1e-4 * a["grad_norm"]
 
 
-@pytest.mark.long
-@pytest.mark.parametrize("model", ["deepseek_v3", "glm4_5", "qwen3_moe"])
+@pytest.mark.parametrize("model", one_is_long(["deepseek_v3", "glm4_5", "qwen3_moe"]))
 def test_model_by_megatrons_arguments(tmp_path, model):
     said = run(tmp_path, model=model)
     assert "Megatron's own and 1 process: the losses are equal" in said

@@ -29,7 +29,7 @@ def quiet():
 
 @pytest.mark.parametrize(
     "first",
-    [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(CHUNK, 300, CHUNK))],
+    [0, *(pytest.param(n, marks=pytest.mark.long) for n in range(CHUNK, 100, CHUNK))],
 )
 def test_random_faults_lose_nothing_and_end(first):
     worlds = [World(seed) for seed in range(first, first + CHUNK)]
@@ -73,7 +73,7 @@ def test_check_refuses_losses_beyond_the_allowed_ones(acknowledged, lost):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("first", range(300, 10_300, 500))
+@pytest.mark.parametrize("first", range(100, 10_100, 500))
 def test_ten_thousand_seeds_lose_nothing_and_end(first):
     for seed in range(first, first + 500):
         World(seed).run()
