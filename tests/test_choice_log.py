@@ -1,6 +1,7 @@
 """The log of a run's choices, and the report that is made of it."""
 
 import base64
+import copy
 import html.parser
 import itertools
 import json
@@ -11,9 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import FMoE, FMoETransformerMLP, balance
+from fmoe_ext.balance import choices
 from fmoe_ext.balance.choices import Gate
 from fmoe_ext.balance.cli import main
 from fmoe_ext.balance.html import figure, png
@@ -122,6 +125,43 @@ def test_step_that_ends_after_the_log_is_left_out(tmp_path):
     log.close()
     log.end_step(1)
     assert log.path.read_bytes() == written
+
+
+def test_copy_of_a_watched_model_notes_nothing_after_the_log(tmp_path):
+    model = layer()
+    log = balance.log_choices(model, tmp_path / "log")
+    copied = copy.deepcopy(model)  # with the hook, which close() cannot remove there
+    log.close()
+    copied(tokens(0))
+    log.end_step(0)
+    assert not log.path.exists() and log._chosen == []
+
+
+def test_gate_that_skips_the_first_step_and_chooses_another_number_is_left_out(tmp_path):
+    """Its records had another K than the header, so that the log could not be read."""
+    model = nn.ModuleList([layer(), Fixed([torch.tensor([[0, 1]] * T)], 4)])
+    model[1].gate.top_k = None  # a gate need not say it
+    with balance.log_choices(model, tmp_path / "log") as log:
+        model[0](tokens(0))
+        log.end_step(0)
+        model[0](tokens(1))
+        model[1](torch.zeros(T, D))
+        with pytest.warns(UserWarning, match="chose 2 experts for a token, not 1 as the log's first step"):
+            log.end_step(1)
+    assert [record.step for record in records_of(tmp_path / "log")] == [0, 1]
+
+
+def test_step_of_more_ids_than_a_record_holds_is_left_out(tmp_path, monkeypatch):
+    monkeypatch.setattr(choices, "_MAX_CHOICES", 2 * T)
+    model = layer()
+    with balance.log_choices(model, tmp_path / "log") as log:
+        for _ in range(3):  # forwards of T tokens, two choices each
+            model(tokens(0))
+        with pytest.warns(UserWarning, match=f"a step with {3 * T} choices of a gate, or ids"):
+            log.end_step(0, torch.zeros(3 * T, dtype=torch.long))
+        with pytest.raises(ValueError, match="step must be 0 or more, but got -1"):
+            log.end_step(-1)
+    assert not log.path.exists()
 
 
 def test_full_disk_ends_the_log_and_not_the_training(tmp_path, monkeypatch):

@@ -36,13 +36,9 @@ class Trainer:
         self.peak_flops = options.peak_flops or measure_peak(job, dtype)
         self.step = 0  # done last
         self.metrics: Metrics | None = None  # of the first rank
-        models = {run.name: run.model.module for run in self.runs}
-        self.choices = None
-        if options.choices:
-            self.choices = balance.log_choices(
-                models["moe"], options.out / "choices.log", every=options.log_every
-            )
-        self.profile = StepProfile(models, job.device) if options.profile and job.is_first else None
+        self.models = {run.name: run.model.module for run in self.runs}
+        self.choices: balance.ChoiceLog | None = None
+        self.profile = StepProfile(self.models, job.device) if options.profile and job.is_first else None
 
     def resume(self) -> None:
         """Goes on where the newest checkpoint is; all that came after it is done again."""
@@ -58,6 +54,13 @@ class Trainer:
         last = min(options.steps, options.stop_after or options.steps)
         if job.is_first:
             self.metrics = Metrics(options.out, self.step, options.tensorboard)
+        if options.choices:
+            name = (
+                f"choices-{self.step}.log" if self.step else "choices.log"
+            )  # a resumed run keeps the first log
+            self.choices = balance.log_choices(
+                self.models["moe"], options.out / name, every=options.log_every
+            )
         with self.progress_bar() as bar, StopSignals(job) as signals:
             while self.step < last and not signals.number:
                 signals.ask()

@@ -1,4 +1,10 @@
-"""Telemetry of the gates: the load of experts, logs of choices, and their replay (docs/telemetry.md)."""
+"""Counts, logs and replays of what the gates of a model choose (docs/telemetry.md).
+
+watch()          counts each expert's tokens while a model trains (load.py); write() and draw() take its records
+log_choices()    writes every choice to a file, for read_log() and `fmoe balance report` (choices.py, report.py)
+RoutingReplay    records choices in memory and makes gates choose them again (replay.py);
+                 load_routed_experts() takes an inference engine's choices
+"""
 
 from fmoe_ext.balance.choices import BadLog, Choice, ChoiceLog, log_choices, read_log
 from fmoe_ext.balance.counters import LayerCounters

@@ -14,7 +14,7 @@ A number of several bytes is torn apart: the lowest bytes of all numbers come fi
 are nearly all alike and pack well once they stand together.
 
 The file is bounded. If a step does not fit, the file is written anew with every second of its steps, and from then on
-every second step is logged: it covers the whole run at any time, evenly.
+half as many are logged: it covers the whole run at any time, evenly.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ from fmoe_ext.step import is_counted
 
 _MAGIC = b"fmoe choices 2\n"
 TOKENS = 2**32 - 1
-_CRC, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
+_UINT32, _HEAD = struct.Struct("<I"), struct.Struct("<IQII")
 _MAX_JSON = 1 << 24  # bytes of the header that are read, whatever length a forged file gives
 _MAX_EXPERTS = 2**16 - 1  # of a gate: uint16, less one number for dropped choices
 _MAX_EXPERTS_OF_ALL = 2**17  # of all gates together: what a report counts for each stays below 200 MB
 _MAX_GATES = 512
-_MAX_CHOICES = 2**24  # of a record, which a few KB of zlib can stand for: a report reads one at a time
+_MAX_CHOICES = 2**24  # of a record: a forged one of a few KB could unpack to many more
 
 
 class BadLog(ValueError):
@@ -82,7 +82,7 @@ class ChoiceLog:
         # A gate that says no top_k shows how many choices it makes at the first step, when the header is written.
         self._gates = {name: Gate(name, view.num_experts, view.top_k or 1) for name, view in views.items()}
         _check_gates(list(self._gates.values()))
-        least = len(_header(self._gates)) + _CRC.size + _HEAD.size
+        least = len(_header(self._gates)) + _UINT32.size + _HEAD.size
         if max_bytes < least:
             raise ValueError(
                 f"max_bytes={max_bytes} has no room for one record: the names of the gates take {least} bytes already"
@@ -95,11 +95,13 @@ class ChoiceLog:
         self._num_bytes = 0  # length of the file up to its last whole step
         self._num_ended = 0  # steps that have ended, logged or not
         self._chosen: list[tuple[str, torch.Tensor]] = []  # since the last end_step(), on the gates' devices
+        self._is_closed = False
         self._hooks: list[RemovableHandle] = []
         for name, view in views.items():
-            # a function, not a bound method or partial: a deepcopy of the model would copy this log with its file
+            # a function, which a deepcopy of the model shares; it would copy a bound method's log with its file
             def note(module: nn.Module, _: Any, output: Any, name: str = name, view: GateView = view) -> None:
-                if self._num_ended % self.every == 0 and module.training and is_counted():
+                is_wanted = self._num_ended % self.every == 0 and not self._is_closed
+                if is_wanted and module.training and is_counted():
                     topk_idx, _ = view.read_real(output)
                     # in few bytes, as the body has them; -1 becomes 255, or as int16 the bits of 65535
                     dtype = torch.uint8 if _width(view.num_experts) == 1 else torch.int16
@@ -112,28 +114,41 @@ class ChoiceLog:
 
         step: its number; None counts the calls. token_ids: the ids of the tokens, in the order in which the gates got
         them and without padding, so that the report can say which tokens an expert gets. Raises ValueError if some gate
-        did not get as many tokens as there are ids.
+        did not get as many tokens as there are ids and for a negative step, OSError if the file cannot be begun.
         """
         number = self._num_ended if step is None else step
+        if not 0 <= number < 2**64:
+            raise ValueError(f"step must be 0 or more, but got {number}")
         is_wanted = self._num_ended % self.every == 0
         self._num_ended += 1
         chosen, self._chosen = self._chosen, []
         if not is_wanted or not chosen:
             return
-        if (most := max(part.numel() for _, part in chosen)) > _MAX_CHOICES:
+        sizes = [part.numel() for _, part in chosen] + ([] if token_ids is None else [token_ids.numel()])
+        if (most := max(sizes)) > _MAX_CHOICES:
             warnings.warn(
-                f"{self.path}: a step with {most} choices of a gate, more than {_MAX_CHOICES}, is left out",
+                f"{self.path}: a step with {most} choices of a gate, or ids, more than {_MAX_CHOICES}, is left out",
                 stacklevel=2,
             )
             return
-        if self._file is None:  # the first step that is logged: now each gate's K is known
+        if (
+            self._file is None
+        ):  # the first step that is logged: now the K of each gate that took part is known
             for name, topk_idx in chosen:
                 self._gates[name] = replace(self._gates[name], top_k=topk_idx.shape[1])
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = self.path.open("wb+")
+            self._file = self.path.open("wb")
             self._file.write(_header(self._gates))
             self._file.flush()
             self._num_bytes = self._file.tell()
+        for name, topk_idx in chosen:
+            if topk_idx.shape[1] != self._gates[name].top_k:  # a gate without a forward in the first step
+                warnings.warn(
+                    f"{self.path}: {name} chose {topk_idx.shape[1]} experts for a token, not "
+                    f"{self._gates[name].top_k} as the log's first step says, and is left out",
+                    stacklevel=2,
+                )
+        chosen = [pair for pair in chosen if pair[1].shape[1] == self._gates[pair[0]].top_k]
         numbers = {name: index for index, name in enumerate(self._gates)}
         records = [_record(number, numbers[name], part) for name, part in chosen]
         if token_ids is not None:
@@ -156,7 +171,8 @@ class ChoiceLog:
                 self.close()
             self._file = None
             with contextlib.suppress(OSError):
-                os.truncate(self.path, self._num_bytes)
+                if self.path.stat().st_size > self._num_bytes:
+                    os.truncate(self.path, self._num_bytes)
                 self._part.unlink(missing_ok=True)
             warnings.warn(f"{self.path}: {error}; no more choices are logged", stacklevel=2)
 
@@ -195,11 +211,12 @@ class ChoiceLog:
         return True
 
     def close(self) -> None:
-        """Stop watching and close the file."""
+        """Stop watching and close the file; an end_step() that follows writes nothing."""
+        self._is_closed = True
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
-        self._chosen = []  # else an end_step() that follows would begin the file anew
+        self._chosen = []
         if self._file is not None:
             self._file.close()
             self._file = None
@@ -216,8 +233,10 @@ def log_choices(
 ) -> ChoiceLog:
     """Begin to log every choice of a model's gates in training to a file -> ChoiceLog, a context manager.
 
-    A rank logs its own tokens: give each a path of its own; the report takes several. Raises ValueError for a model
-    without gates, and for max_bytes that hold no record.
+    The file is begun at the first step that is logged, and replaces one that is there: a resumed run needs a path of
+    its own. A rank logs its own tokens: give each a path of its own; the report takes several. Raises ValueError for a
+    model without gates or with gates that a log cannot hold (512 gates, 65,535 experts of one, 131,072 of all), for
+    every below 1 and for max_bytes that hold no record.
 
     Example:
 
@@ -258,7 +277,7 @@ def _read(path: Path, allow_truncated: bool) -> tuple[list[Gate], Iterator[tuple
         if file.read(len(_MAGIC)) != _MAGIC:
             raise BadLog(f"{path} is no log of choices: it does not begin with {_MAGIC!r}")
         try:
-            (size,) = _CRC.unpack(file.read(4))
+            (size,) = _UINT32.unpack(file.read(4))
             fields = json.loads(file.read(min(size, _MAX_JSON)))
             gates = [Gate(g["name"], g["num_experts"], g["top_k"]) for g in fields["gates"]]
             _check_gates(gates)
@@ -297,8 +316,10 @@ def _records(
         file.seek(begin)
         while left > 0:
             # 1. is it whole? The length is not covered by a check yet: compare it with what is left of the file
-            head = file.read(min(left, _CRC.size + _HEAD.size))
-            size = _HEAD.unpack_from(head, _CRC.size)[0] if len(head) == _CRC.size + _HEAD.size else left
+            head = file.read(min(left, _UINT32.size + _HEAD.size))
+            size = (
+                _HEAD.unpack_from(head, _UINT32.size)[0] if len(head) == _UINT32.size + _HEAD.size else left
+            )
             if len(head) + size > left:
                 if allow_truncated:
                     return
@@ -308,9 +329,9 @@ def _records(
                 )
             # 2. its checksum, and the sizes that its head gives
             raw = head + file.read(size)
-            (crc,) = _CRC.unpack_from(raw)
-            _, step, number, num_tokens = _HEAD.unpack_from(raw, _CRC.size)
-            if zlib.crc32(raw[_CRC.size :]) != crc or (number >= len(gates) and number != TOKENS):
+            (crc,) = _UINT32.unpack_from(raw)
+            _, step, number, num_tokens = _HEAD.unpack_from(raw, _UINT32.size)
+            if zlib.crc32(raw[_UINT32.size :]) != crc or (number >= len(gates) and number != TOKENS):
                 raise BadLog(f"{path}: the record at byte {begin} is damaged")
             gate = None if number == TOKENS else gates[number]
             per_token = 1 if gate is None else gate.top_k  # numbers
@@ -321,7 +342,7 @@ def _records(
             expected = num_tokens * per_token * width
             stream = zlib.decompressobj()
             try:
-                body = stream.decompress(raw[_CRC.size + _HEAD.size :], expected + 1)
+                body = stream.decompress(raw[_UINT32.size + _HEAD.size :], expected + 1)
             except zlib.error as error:
                 raise BadLog(f"{path}: the record at byte {begin} is damaged ({error})") from None
             if len(body) != expected:
@@ -342,7 +363,7 @@ def _records(
 
 
 def _width(num_experts: int) -> int:
-    """Return the bytes of a choice. With 255 experts a byte would have no number left for dropped choices."""
+    """Return the bytes of a choice, one below 255 experts: the format's bound. 255 is a dropped choice."""
     return 1 if num_experts < 255 else 2
 
 
@@ -357,9 +378,9 @@ def _record(step: int, number: int, numbers: torch.Tensor) -> bytes:
     coder = zlib.compressobj(1, zlib.DEFLATED, 15, 8, strategy)
     body = coder.compress(places) + coder.flush()
     rest = _HEAD.pack(len(body), step, number, len(numbers)) + body
-    return _CRC.pack(zlib.crc32(rest)) + rest
+    return _UINT32.pack(zlib.crc32(rest)) + rest
 
 
 def _header(gates: Mapping[str, Gate]) -> bytes:
     text = json.dumps({"gates": [vars(gate) for gate in gates.values()]}).encode()
-    return _MAGIC + _CRC.pack(len(text)) + text
+    return _MAGIC + _UINT32.pack(len(text)) + text

@@ -168,6 +168,26 @@ def test_swipe_once(rank):
     assert capacity.tolist() == [0, 0, 0]
 
 
+@pytest.mark.parametrize("normalize", [True, False])
+def test_swipe_gate_gathers_once_and_weighs_as_naive(normalize):
+    gate, x = make(SwipeGate, 2, 3, 2, normalize=normalize), tokens(5)
+    others, calls = [torch.randint(0, 4, (size, 2)) for size in (4, 7)], []
+
+    class Ranks(Others):
+        def gather(self, x, same_size=False):
+            calls.append(x)
+            return [x, *others]
+
+    gate.ranks = Ranks(0, [])
+    topk_idx, topk_weights, logits = gate(x, return_all_scores=True)
+    first = logits.topk(2).indices
+    expected = swipe_by_loops(torch.cat([first, *others]).t().tolist(), [5, 4, 7], 2)
+    assert len(calls) == 1 and topk_idx.t().tolist() == [column[:5] for column in expected]
+    chosen = logits.gather(1, topk_idx)
+    weights = chosen.softmax(1) if normalize else logits.softmax(1).gather(1, topk_idx)
+    torch.testing.assert_close(topk_weights, weights)
+
+
 def test_swipe_once_with_the_room_of_one_rank():
     """FastMoE's call: each rank hands in its own room as a scalar, and gets what is left of it."""
     gate = SwipeGate(D, 2, 3, 2)
