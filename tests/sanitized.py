@@ -1,4 +1,4 @@
-"""The sources that the sanitized C++ programs last passed with, since these take minutes and C++ seldom changes.
+"""The sources that C++ programs last passed with, as the sanitized ones: these take minutes and C++ seldom changes.
 
 Where a source is another one they are marked long, so that .ci/run runs them; else slow, for make test-all. Once they
 have passed: python -m tests.sanitized
@@ -28,7 +28,7 @@ def digest(root=ROOT):
 
 
 def long_unless_passed():
-    """Return the mark of a test of sanitized programs."""
+    """Return the mark of a test of such programs."""
     return pytest.mark.slow if digest() == RECORD.read_text().strip() else pytest.mark.long
 
 

@@ -233,11 +233,23 @@ def part(x, rank, size, tp=1):
     return x.chunk(size // tp)[rank // tp].chunk(tp, dim=1)[rank % tp]
 
 
-RECOMPUTE = pytest.mark.parametrize("recompute", [False, True], ids=["kept", "recomputed"])
+def kept_or_recomputed(layouts):
+    """Parameters of a test: each layout both ways, of which make test runs one, in turn."""
+    return [
+        pytest.param(
+            *layout,
+            is_recomputed,
+            marks=() if is_recomputed == index % 2 else pytest.mark.slow,
+            id=f"{'-'.join(map(str, layout))}-{'recomputed' if is_recomputed else 'kept'}",
+        )
+        for index, layout in enumerate(layouts)
+        for is_recomputed in (False, True)
+    ]
 
 
-@RECOMPUTE
-@pytest.mark.parametrize(("size", "ep", "tp"), [(2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 2, 2)])
+@pytest.mark.parametrize(
+    ("size", "ep", "tp", "recompute"), kept_or_recomputed([(2, 2, 1), (2, 1, 2), (2, 2, 2), (4, 2, 2)])
+)
 def test_expert_and_tensor_parallel_equal_one_process(size, ep, tp, recompute):
     y, gx, gradients = step(build(config(), torch.float64, compute="input"), tokens(torch.float64))
     results = run_distributed(on_ranks, size, ep, tp, recompute)
@@ -253,8 +265,7 @@ def test_expert_and_tensor_parallel_equal_one_process(size, ep, tp, recompute):
             assert distance(sum(here), grad) < 1e-12, name
 
 
-@RECOMPUTE
-@pytest.mark.parametrize(("size", "ep"), [(2, 1), (2, 2), (4, 2)])
+@pytest.mark.parametrize(("size", "ep", "recompute"), kept_or_recomputed([(2, 1), (2, 2), (4, 2)]))
 def test_fsdp_equals_one_process(size, ep, recompute):
     y, gx, gradients = step(build(config(), torch.float64, compute="input"), tokens(torch.float64))
     for rank, ours in enumerate(run_distributed(under_fsdp, size, ep, recompute)):

@@ -13,7 +13,7 @@ pytest.importorskip("matplotlib")
 ROOT = Path(__file__).resolve().parents[2]
 
 
-@pytest.mark.long
+@pytest.mark.slow  # .ci/run has the commands of docs/compress.md
 def test_small_model_passes_every_check(tmp_path):
     steps = ["--making-steps", "80", "--healing-steps", "20"]
     done = subprocess.run(

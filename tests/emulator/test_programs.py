@@ -15,8 +15,7 @@ SHAPES = {"tsan": "40", "asan": "100", "plain": "500"}  # of test_shapes
 
 @pytest.mark.parametrize(
     "mode",
-    [pytest.param("plain", marks=pytest.mark.long)]
-    + [pytest.param(mode, marks=sanitized.long_unless_passed()) for mode in ("tsan", "asan")],
+    [pytest.param(mode, marks=sanitized.long_unless_passed()) for mode in SEEDS],
 )
 def test_programs(needs_compiler, mode):
     def run(path):

@@ -55,7 +55,7 @@ def test_fmoefied_model_saved_and_loaded_is_the_same(name, tmp_path):
         type(model).from_pretrained(tmp_path)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_every_architecture_saved_and_loaded_is_the_same(tmp_path):
     """Every one that fmoefy takes; the others are MoE models already, or have no MLP that it reads."""
     equal, refused, different = [], {}, {}
