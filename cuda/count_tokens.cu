@@ -1,11 +1,13 @@
-// Histogram of the choices. Integer atomics: the order of the additions does not show in the result.
+// Counts the choices of each expert, in counts that are zero on entry; numbers outside [0, E) are skipped. A
+// block counts in shared memory, if all experts fit, and adds that to the counts at its end. Integer atomics:
+// the order of the additions does not show in the result.
 #include "common.cuh"
 
 namespace fmoe_ext {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPerThread = 16;
+constexpr int kPerThread = 16;  // choices of a thread: fewer blocks, so fewer histograms to add up
 constexpr int kMaxSharedExperts = kStaticSharedBytes / sizeof(int);
 
 template <typename index_t>

@@ -1,4 +1,5 @@
-// What the registered CUDA ops share: the device and stream they run on, registration.
+// What the registered CUDA ops share: the device and stream they run on, registration, and tensors as the
+// launchers take them.
 // Built with FMOE_EMULATOR the same ops work on CPU tensors and register under fmoe_ext_emu (tests/emulator).
 #pragma once
 
@@ -62,10 +63,12 @@ inline ScalarType compute_type(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
 
-inline Indices as_indices(const Tensor& idx) {
+inline Indices as_indices(const Tensor& idx) {  // of a tensor that passed check_index_dtype
   return {idx.const_data_ptr(), idx.scalar_type() == ScalarType::Long};
 }
 
+// Where the elements lie, to read or to write. By const_data_ptr, as mutable_data_ptr would copy a lazy clone
+// that is only read.
 template <typename T = void>
 T* data(const Tensor& t) {
   return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));

@@ -13,6 +13,7 @@ void dispatch_16bit(Dtype dtype, const Body& body) {
   throw std::runtime_error("fmoe_ext: the Hopper kernels take bfloat16 or float16 only");
 }
 
+// launch() with a Grid and the three warpgroups that every Hopper kernel has.
 template <class... Params, class... Args>
 void launch_sm90(void (*kernel)(Params...), const Grid& grid, size_t shared_bytes, LaunchStream stream,
                  Args&&... args) {
@@ -20,6 +21,7 @@ void launch_sm90(void (*kernel)(Params...), const Grid& grid, size_t shared_byte
 }
 
 #ifdef __CUDACC__
+// A function of the driver, found by the runtime: the extension does not link libcuda.
 template <class Function>
 Function driver_function(const char* name, int since_version) {
   void* entry = nullptr;
@@ -31,6 +33,7 @@ Function driver_function(const char* name, int since_version) {
                              ": a driver for CUDA 12.0 or newer is needed");
   return reinterpret_cast<Function>(entry);
 }
+
 // Tensor maps are encoded in the current context. A thread that has not used CUDA has none, and torch's guard
 // binds none for the device that is current by default.
 inline void ensure_context() {
@@ -48,13 +51,16 @@ inline void ensure_context() {
 using emu::ensure_context;
 #endif
 
-// Encodes the map of a tensor of 16 bits or float with the 128-byte swizzle; throws when the driver refuses.
-// Strides in elements.
+// A tensor as TMA sees it, its fastest dimension first: strides[i] is that of dimension i + 1, in elements;
+// box is what one copy moves.
 struct TensorMapShape {
   int rank;
   uint64_t dims[5], strides[4];
   uint32_t box[5];
 };
+
+// Encodes the map of a tensor of 16 bits or float with the 128-byte swizzle, for a box whose rows are 128
+// bytes; throws when the driver refuses.
 template <class T>
 void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMapShape& shape) {
 #ifdef __CUDACC__

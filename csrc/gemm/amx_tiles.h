@@ -1,5 +1,6 @@
 // The eight tile registers of AMX: the instructions, or with FMOE_EMULATE_AMX the same on a processor without
-// them. A thread configures the registers before it uses them and releases them after.
+// them. A thread configures the registers before it uses them and releases them after, as TileRun does
+// (amx.h); cpu_features.cpp asks Linux for them.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +12,9 @@
 #include <cstring>
 #endif
 
-#include "isa_begin.h"
+#include "isa_begin.h"  // opens fmoe_ext::gemm
 
-// What ldtilecfg reads.
+// What ldtilecfg reads, 64 bytes.
 struct alignas(64) TileConfig {
   uint8_t palette = 1, start_row = 0, reserved[14] = {};
   uint16_t row_bytes[16] = {};
@@ -22,7 +23,8 @@ struct alignas(64) TileConfig {
 
 #ifdef FMOE_EMULATE_AMX
 
-// As in Intel's manual; a use that a processor refuses ends the program.
+// As in Intel's manual, for all eight tiles in use at once; a wrong use ends the program. Not asked for: that
+// the three tiles of a product differ, and that their rows are a multiple of 4 bytes.
 struct TileRegisters {
   TileConfig config;
   bool are_configured = false;
@@ -73,6 +75,7 @@ inline void load_tile(const void* from, int64_t stride) {
                 registers.config.row_bytes[tile]);
 }
 
+// store_tile() is another: of results, to rows of a matrix (epilogue.h).
 template <int tile>
 inline void store_tile_register(void* to, int64_t stride) {
   const TileRegisters& registers = tile_registers();
