@@ -5,7 +5,18 @@
     checkpoint.save("out", model, optimizer, step=step, keep=2)
     step = checkpoint.load("out", model, optimizer).step
 
-`python -m fmoe_ext.checkpoint inspect|merge|convert PATH` works on the files.
+load() also reads a safetensors file of a whole model, and a Hugging Face folder. Checkpoints of Hugging Face, FastMoE
+and Megatron-core are converted both ways, DeepSpeed's to ours:
+
+    from_*(), to_*()                   translate state dicts in memory
+    merge_fastmoe()                    merges the state dicts of all of FastMoE's ranks, in memory
+    read_fastmoe(), write_fastmoe()    read and write FastMoE's files
+
+Commands read files of all these formats:
+
+    fmoe checkpoint inspect PATH
+    fmoe checkpoint merge PATH -o FILE                 write one safetensors file
+    fmoe checkpoint convert PATH --to FORMAT -o OUT    write ours, safetensors, FastMoE's or Hugging Face's
 """
 
 from fmoe_ext.checkpoint.deepspeed import from_deepspeed

@@ -5,13 +5,13 @@ round_packed() is for `fmoe adapter merge --to packed`. to_nearest() rounds with
 
 A packed weight is a point of a lattice: each value is step * level - low with a level of the format. Plain rounding of
 W + D finds the nearest point, which is W itself while D is below half a step everywhere: a small adapter is rounded
-away. What counts is the output, ||X (Q - W - D)||^2 = d H d^T for each row's error d and the inputs' moments H = X^T X.
-So Q minimises that, row by row:
+away. What counts is the output of inputs X [N, in], ||X (Q - W - D)^T||^2: the sum of d H d^T over the rows d of
+Q - W - D [out, in], with the inputs' moments H = X^T X. So Q minimises d H d^T, row by row:
 
 1. Babai's point, as GPTQ finds it: round a column, and move its error to the columns that are left, by the Cholesky
    factor of H^-1. Columns of large inputs go first, while many others can take up their error.
 2. A few sweeps of coordinate descent: each column to its best level while the others stay.
-3. The same from other starts and scales; each row takes the best (round_packed).
+3. Both again with fresh scales, and 2 alone after the scales are refitted; each row takes the best (round_packed).
 
 GPTQ: Frantar et al., 2022, https://arxiv.org/abs/2210.17323
 """
@@ -31,7 +31,7 @@ _COLUMNS = 64  # rounded one after the other before one product corrects the res
 _SWEEPS = 3  # of coordinate descent, at most
 _DAMPING = 0.01  # times the mean of the diagonal, as GPTQ: few inputs leave a Hessian singular
 
-# formats that are rounded so
+# names of the formats that round_packed() and to_nearest() take
 ROUNDED = tuple(name for name, kind in FORMATS.items() if isinstance(kind, Lattice))
 
 
@@ -40,13 +40,13 @@ def round_packed(
 ) -> tuple[Quantized, dict[str, int]]:
     """Round target [out, in] to one expert's packing -> (the weight, {way of rounding: number of rows that it gave}).
 
-    packed [1, out, in]: W, for a target W + D. hessian [in, in]: X^T X of the inputs.
-    Each row is taken from the way with the least error on these inputs:
+    packed [1, out, in]: W, for a target W + D. hessian [in, in]: second moments of the inputs, up to a factor.
+    Each row is taken from the way with the least error on these inputs, the first of equally good ones:
         file        packed as it is
-        nearest     quantize()
         kept        by second moments, with the scales of packed
-        refitted    kept, its scales fitted by least squares, and rounded by second moments again
-        fresh       by second moments, with the scales of quantize()
+        refitted    kept, its scales fitted by least squares, then moved by sweeps; none where they are powers of two
+        nearest     by plain rounding, with scales of quantize() if packed can have them (_with_fresh_scales)
+        fresh       by second moments, with the scales of nearest
     Raises ValueError for a format without a grid, and for other shapes.
     """
     if not isinstance(packed.kind, Lattice):
@@ -118,12 +118,12 @@ def _nearest_values(packed: Quantized, target: torch.Tensor) -> Quantized:
     grid = kind.grid(packed)
     width = packed.shape[2] // grid.step.shape[2]
     blocks = target.unflatten(2, (-1, width))
-    index = _nearest(blocks, grid.step[..., None], grid.low[..., None], grid.values)
+    index = _nearest_levels(blocks, grid.step[..., None], grid.low[..., None], grid.values)
     return replace(packed, data=kind.recode(packed, grid.codes[index].flatten(2)))
 
 
 def _with_fresh_scales(packed: Quantized, target: torch.Tensor) -> Quantized | None:
-    """Quantize target in the dtypes of packed; None where packed has zero points or groups of another size."""
+    """Quantize target in the dtypes of packed; None where packed has zero points (int4) or groups of another size."""
     nearest = quantize(target, packed.format)
     if packed.scale is None or nearest.scale is None:
         return replace(packed, data=nearest.data)
@@ -147,6 +147,7 @@ def error_of(difference: torch.Tensor, hessian: torch.Tensor) -> torch.Tensor:
 def shrunk_moments(rows: torch.Tensor, prior: torch.Tensor | None = None) -> torch.Tensor:
     """Estimate second moments [in, in] of rows [N, in]: the fewer the rows, the nearer to a prior.
 
+    Few tokens choose some experts, and rounding by their moments alone would fit these few.
     prior [in, in]: moments of other rows like these; by default the identity at the mean square of rows. The prior's
     share is that of OAS: Chen et al., 2010, https://arxiv.org/abs/0907.4698
     """
@@ -193,7 +194,7 @@ class _Descent:
 
         def best(values: torch.Tensor, j: int) -> torch.Tensor:
             """Return the nearest values of column j."""
-            index = _nearest(values, step[:, j], low[:, j], grid.values)
+            index = _nearest_levels(values, step[:, j], low[:, j], grid.values)
             return step[:, j] * grid.values[index] - low[:, j]
 
         # 1. Babai's point
@@ -228,13 +229,14 @@ class _Descent:
                 has_moved |= bool(moves.any())
             if not has_moved:
                 break
-        index = _nearest(point, step, low, grid.values)[:, self.back]
+        index = _nearest_levels(point, step, low, grid.values)[:, self.back]
         return replace(packed, data=kind.recode(packed, grid.codes[index][None]))
 
 
-def _nearest(
+def _nearest_levels(
     values: torch.Tensor, step: torch.Tensor, low: torch.Tensor, levels: torch.Tensor
 ) -> torch.Tensor:
+    """Return for each value the index of the level that is nearest to it."""
     scaled = (values + low) / torch.where(step == 0, 1, step)
     return torch.bucketize(scaled, (levels[1:] + levels[:-1]) / 2)
 

@@ -63,8 +63,9 @@ def repack(
     """Write a packed model with an adapter merged into it -> the certificate, also in out/merge_certificate.json.
 
     source: a model that stream() reads, experts in one of frozen.rounding.ROUNDED; it is only read. tokens: ids [N]
-    int64; the last held_out of the sequences measures the error. None: rounds to the nearest values of the file's
-    scales and measures nothing, for adapters that lora.fuse(quantize=) trained. memory: of stream().
+    int64; the last held_out of the sequences measures the error. None: rounds to the nearest values, with the scale of
+    each block or a fresh one where that errs less (to_nearest), and measures nothing, for adapters that
+    lora.fuse(quantize=) trained. memory: of stream().
     certificate["ratio"]: ||X (Q - (W + D))|| / ||X (W - (W + D))||, over all experts and for each layer and weight.
     Raises CheckpointError for what does not fit, and unless force where a ratio is not below 1: then nothing is at
     `out`, and the certificate is in the text and in <out>.certificate.json. A call that ended early goes on.
