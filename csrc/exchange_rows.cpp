@@ -1,9 +1,8 @@
 // What a rank computes of its choices before and after rows travel to the ranks of their experts.
 //
-// A row is one choice (exchange="choice"), or one token for a way (exchange="token"): a way is a chunk of a
-// rank's experts, and the choices of a token that go one way share a row. The kind of a row is its expert, or
-// its way, among those of its rank. Rows are sorted by the rank that they are sent to, so counts of rows say
-// where each part of them begins.
+// With exchange="choice" a row is one choice. With exchange="token" the choices of a token that go one way
+// share a row; a way is a chunk of a rank's experts. The kind of a row is the number of its expert, or of its
+// way, on the rank that gets it. Rows are sorted by that rank: the counts of rows say where each begins.
 
 #include <torch/csrc/stable/library.h>
 
