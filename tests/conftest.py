@@ -9,6 +9,7 @@ import functools
 import gc
 import multiprocessing.forkserver
 import os
+import re
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -88,7 +89,8 @@ def pytest_collection_finish(session):
     """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
     gc.freeze()  # modules and tests stay: a collection need not look at a million objects
     of_pools = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
-    files = of_pools | {item.path for item in session.items if "tests.forked" in text_of(item.path)}
+    forks = re.compile(r"tests\.(forked|pages)")
+    files = of_pools | {item.path for item in session.items if forks.search(text_of(item.path))}
     if session.config.option.collectonly or not files:
         return
     words = [word for word in OF_RANKS if any(word in text_of(file) for file in files)]

@@ -15,7 +15,7 @@ import torch
 import fmoe_ext
 import fmoe_ext_command
 from benchmarks import gpu_sentences
-from tests.pages import PAGES, ROOT, blocks, name_of, run_python, run_shell
+from tests.pages import PAGES, ROOT, blocks, commands_of, name_of, run_command, run_python
 
 TUTORIALS = sorted(ROOT.glob("docs/tutorials/*.md"))
 API = {path: path.read_text() for path in ROOT.glob("docs/api/*.md")}
@@ -39,7 +39,8 @@ def test_tutorial_runs(path, clean_state, capfd):
         elif language == "python":
             run_python(code, path, line, names)
         elif language == "sh":
-            run_shell(code, clean_state)
+            for command, status in commands_of(code):
+                run_command(command, clean_state, status)
     printed = capfd.readouterr().out.split("\n")
     assert sum(bool(line) for line in printed) >= 2, f"{name_of(path)} shows its reader nothing"
 

@@ -8,7 +8,7 @@ from types import MappingProxyType
 
 import pytest
 
-from tests.pages import PAGES, ROOT, blocks, name_of, run_python, run_shell
+from tests.pages import PAGES, ROOT, blocks, commands_of, name_of, run_command, run_python
 
 WITH_COMMANDS = [*PAGES, *sorted(ROOT.glob("examples/*/README.md"))]
 # What a command begins with -> the test that runs it.
@@ -91,15 +91,6 @@ NEEDS_THE_CLONE = re.compile(
 )
 
 
-def commands_of(code):
-    """(command, exit status) of a block: lines without comments, continued ones joined; a comment says a status."""
-    for line in code.replace("\\\n", "").splitlines():  # as a shell joins them
-        status = re.search(r"# exit code (\d)", line)
-        command = re.sub(r"\s+", " ", re.sub(r"(^|\s+)#.*", "", line)).strip()
-        if command:
-            yield command, 0 if status is None else int(status[1])
-
-
 def known_of(command):
     """The entries of EXCEPTED and COVERED that a command matches, the first one counts."""
     return [pattern for pattern in (*EXCEPTED, *COVERED) if re.match(pattern, command)]
@@ -134,7 +125,7 @@ def test_page_runs_from_an_empty_folder(path, clean_state):
                 run_python(code, path, line, names)
         for command, status in commands_of(code) if language in ("sh", "bash") else []:
             if not known_of(command):
-                run_shell(f"code=0\n{{ {command}\n}} || code=$?\n[ $code = {status} ]", clean_state)
+                run_command(command, clean_state, status)
 
 
 def test_list_of_what_does_not_run_names_tests_that_exist():
