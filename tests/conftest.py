@@ -11,6 +11,7 @@ import multiprocessing.forkserver
 import os
 import re
 from contextlib import nullcontext
+from importlib.util import find_spec
 from pathlib import Path
 
 import hypothesis
@@ -75,6 +76,7 @@ OF_RANKS = {
     "": ("fmoe_ext.testing", "torch._dynamo"),  # optimizers import it
     "compile": ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging"),
     "transformers": ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"),
+    "torchtitan": ("test_torchtitan",) if all(map(find_spec, ("torchtitan", "triton"))) else (),
     "megatron": (
         "eager_megatron",
         "megatron.core.models.gpt",
@@ -89,6 +91,7 @@ def pytest_collection_finish(session):
     """Starts the server that pools and tests.forked fork from: it imports once what takes each process seconds."""
     gc.freeze()  # modules and tests stay: a collection need not look at a million objects
     of_pools = {item.path for item in session.items if "pool" in getattr(item, "fixturenames", ())}
+    of_pools |= {item.path for item in session.items if "run_distributed" in text_of(item.path)}
     forks = re.compile(r"tests\.(forked|pages)")
     files = of_pools | {item.path for item in session.items if forks.search(text_of(item.path))}
     if session.config.option.collectonly or not files:
