@@ -73,7 +73,7 @@ def pytest_runtest_setup(item):
 
 # What ranks of a pool import, by a word of the test's file.
 OF_RANKS = {
-    "": ("fmoe_ext.testing", "torch._dynamo"),  # optimizers import it
+    "": ("fmoe_ext.testing", "fmoe_ext.audit.run", "torch._dynamo"),  # optimizers import the last
     "compile": ("torch._inductor.compile_fx", "torch._dynamo.backends.debugging"),
     "transformers": ("transformers.models.qwen3_moe.modeling_qwen3_moe", "transformers.trainer", "peft"),
     "torchtitan": ("test_torchtitan",) if all(map(find_spec, ("torchtitan", "triton"))) else (),
