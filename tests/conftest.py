@@ -52,6 +52,9 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
+    items.sort(
+        key=lambda item: item.get_closest_marker("long") is None
+    )  # at the end one would keep one core alone
     device = config.getoption("--device")
     if device == "cpu":
         return

@@ -13,6 +13,13 @@ def rest_is_long(cases, quick):
     return [case if case in quick else _long(case) for case in cases]
 
 
+def rest_is_slow(cases, quick):
+    """The same with the others for make test-all alone."""
+    cases, quick = list(cases), list(quick)
+    assert all(case in cases for case in quick), f"{quick} are not all of {cases}"
+    return [case if case in quick else pytest.param(case, marks=pytest.mark.slow) for case in cases]
+
+
 def one_is_long(cases):
     """Parameters of a test of most of a minute: the first case is for .ci/run, the rest for make test-all alone."""
     first, *rest = cases
