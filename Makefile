@@ -21,7 +21,7 @@ $(shell rm -f $(VENV)/.built)
 endif
 endif
 
-.PHONY: help compress finetune grpo train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 test-amx cuda clean
+.PHONY: help compress finetune grpo train speedrun train-cpp train-ep train-megatron train-pipeline train-pipe train-remote test test-all test-torchtitan build lint tidy format docs bench bench-here bench-compare wheel asan test-aarch64 test-amx cuda clean
 help:
 	@sed -n 's/^## //p' Makefile
 
@@ -76,6 +76,11 @@ test: build $(VENV)/.complete
 ## make test-all the same with the long and slow tests: examples, sanitizers of the kernels, soaks, twenty kills of a training
 test-all: build $(VENV)/.complete
 	$(TEST) -m "slow or not slow" --hypothesis-profile=whole $(ARGS)
+
+## make test-torchtitan  what docs/torchtitan.md says: with torchtitan and the little that its layers import, in build/torchtitan
+test-torchtitan: build $(VENV)/.complete
+	$(PY) -m pip install -q --disable-pip-version-check --no-deps --target build/torchtitan torchtitan==0.3.0 spmd_types==0.2.3 tyro docstring_parser triton
+	PYTHONPATH=build/torchtitan $(TEST) tests/test_torchtitan.py $(ARGS)
 
 ## make build    virtual environment in .venv, what training needs, native modules
 build: $(VENV)/.built

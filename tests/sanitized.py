@@ -1,11 +1,12 @@
-"""The sources that C++ programs last passed with, as the sanitized ones: these take minutes and C++ seldom changes.
+"""The sources that C++ programs and clang-tidy last passed with: they take minutes, and C++ seldom changes.
 
-Where a source is another one they are marked long, so that .ci/run runs them; else slow, for make test-all. Once they
-have passed: python -m tests.sanitized
+Where a source is another one the programs are marked long, and .ci/run runs them and `make tidy`; else slow, for
+make test-all. Once all have passed: python -m tests.sanitized
 """
 
 import hashlib
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -33,4 +34,6 @@ def long_unless_passed():
 
 
 if __name__ == "__main__":
+    if "--passed" in sys.argv[1:]:
+        sys.exit(digest() != RECORD.read_text().strip())
     RECORD.write_text(digest() + "\n")
