@@ -242,7 +242,17 @@ def attempt(run):
     return ""
 
 
-@pytest.mark.parametrize("name, every", rest_is_long([*QUICK, *((name, True) for name in CASES)], QUICK))
+def cases():
+    """QUICK for make test, each command after a few of its cuts for .ci/run, after every one for make test-all."""
+    rest = [name for name in CASES if name not in dict(QUICK)]
+    every = [(name, True) for name in CASES if (name, True) not in QUICK]
+    return [
+        *rest_is_long([*QUICK, *((name, False) for name in rest)], QUICK),
+        *(pytest.param(*case, marks=pytest.mark.slow) for case in every),
+    ]
+
+
+@pytest.mark.parametrize(("name", "every"), cases())
 def test_command_without_power(name, every, given, tmp_path, monkeypatch, capsys):
     """every: the commands run again after each cut, not after a few of them."""
     case, root = CASES[name], tmp_path / "disk"
