@@ -1,33 +1,22 @@
 """examples/transformers/upcycle_and_export.py, as it stands, from an empty folder."""
 
-import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_file
 
 pytest.importorskip("accelerate", reason="pip install accelerate")
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "examples/transformers/upcycle_and_export.py"
 
 
-def run(folder, *options):
-    return subprocess.run(
-        [sys.executable, "-W", "ignore", str(SCRIPT), *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
-
-
 @pytest.mark.long
 def test_upcycle_and_export(tmp_path, monkeypatch):
-    result = run(tmp_path, "--steps", "10")
+    result = run_file(SCRIPT, "--steps", "10", cwd=tmp_path, timeout=500)
     assert result.returncode == 0, result.stderr
     assert "2 MLPs became MoE layers" in result.stdout
     assert float(re.search(r"off by (\S+) from the dense one", result.stdout)[1]) < 1e-4

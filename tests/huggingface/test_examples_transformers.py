@@ -1,26 +1,18 @@
 """The scripts under examples/transformers, from an empty folder."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+
+from tests.forked import run_file
 
 pytest.importorskip("transformers")
 ROOT = Path(__file__).resolve().parents[2]
 
 
 def run(name, folder, *arguments):
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "examples/transformers" / name), *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    result = run_file(ROOT / "examples/transformers" / name, *arguments, cwd=folder, timeout=500)
     assert result.returncode == 0, result.stderr
     return result.stdout
 

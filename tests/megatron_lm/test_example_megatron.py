@@ -2,13 +2,12 @@
 
 import importlib
 import json
-import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from tests.forked import run_file
 from tests.sweeps import one_is_long
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
@@ -18,13 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 def run(out, **options):
     options = {"steps": 3, "batch-size": 4, "seq-len": 16, "out": out} | options
     options = [text for name, value in options.items() for text in (f"--{name}", str(value))]
-    result = subprocess.run(
-        [sys.executable, "-W", "ignore", str(ROOT / "examples/megatron/train.py"), *options],
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        timeout=500,
-    )
+    result = run_file(ROOT / "examples/megatron/train.py", *options, timeout=500)
     assert result.returncode == 0, result.stderr
     return result.stdout
 
