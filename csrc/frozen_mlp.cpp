@@ -13,7 +13,8 @@ using namespace gemm;
 // Constructed, it has computed y, h, u1 and u2.
 class Forward {
  public:
-  Forward(const ExpertRows& args, const FrozenWeights& weights, const Adapters& adapters, bool save)
+  Forward(const ExpertRows& args, const FrozenWeights& weights, const Adapters& adapters, bool combine,
+          bool save)
       : args_(args),
         weights_(weights),
         kernels_(args.kernels),
@@ -22,9 +23,11 @@ class Forward {
         save_(save),
         u1(ThinRows::make(args, adapters.first)),
         u2(ThinRows::make(args, adapters.second)),
-        y(new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
-        h(save ? new_large(args.x, {args.R, args.F}, args.x.scalar_type())
-               : torch::stable::new_empty(args.x, {0})) {
+        // As in expert_mlp.cpp: combined, y is gone when the call ends, else its owner may resize its
+        // storage.
+        y(combine ? new_reused(args.x, {args.R, args.D})
+                  : new_large(args.x, {args.R, args.D}, args.x.scalar_type())),
+        h(save ? new_reused(args.x, {args.R, args.F}) : torch::stable::new_empty(args.x, {0})) {
     zero_rows_from(y, args.num_rows());
     if (save) zero_rows_from(h, args.num_rows());
     const int64_t row_bytes =
@@ -122,7 +125,7 @@ std::tuple<Tensor, Tensor, Tensor, Tensor> frozen_mlp_cpu(
                               FrozenWeight(w2, {w2_scale, w2_zero, w2_format, false}, "w2")};
   const ExpertRows args(x, row_idx, inverse, offs, weights.w1, b1, weights.w2, b2, topk_weights, activation);
   const Adapters adapters(x, weights, lora_a1, lora_b1, lora_scale1, lora_a2, lora_b2, lora_scale2);
-  const Forward forward(args, weights, adapters, save);
+  const Forward forward(args, weights, adapters, combine, save);
   return {combine ? args.sum_choices(forward.y) : forward.y, forward.h, forward.u1, forward.u2};
 }
 

@@ -60,7 +60,7 @@ class Backward {
         da2_(kernels_, args.bounds, rank_of(adapters.second), args.H),
         db2_(kernels_, args.bounds, args.D, rank_of(adapters.second)) {
     const auto none = [&] { return torch::stable::new_empty(args.x, {0}); };  // results share no memory
-    dx_rows_ = needs.dx ? new_large(args.x, {args.R, args.D}, args.x.scalar_type()) : none();
+    dx_rows_ = needs.dx ? new_reused(args.x, {args.R, args.D}) : none();
     grads = {needs.da1 ? da1_.make_output(args.x) : none(), needs.db1 ? db1_.make_output(args.x) : none(),
              needs.da2 ? da2_.make_output(args.x) : none(), needs.db2 ? db2_.make_output(args.x) : none()};
     const int64_t r1 = rank_of(adapters.first), r2 = rank_of(adapters.second);
