@@ -1,4 +1,5 @@
-// bfloat16 for AMX, beside the dot products of AVX-512, by which few rows go.
+// use_amx(): puts the products of amx.h into a table of AVX512_BF16, which kernels_for.cpp gives it; few rows
+// still go by its dot products, and everything else by its kernels.
 #include "isa.h"
 
 #if defined(__x86_64__)

@@ -1,4 +1,4 @@
-// The kernels for AVX-512.
+// avx512_kernels(), for kernels_for.cpp: the kernels for AVX-512. isa_kernels.h makes them by these macros.
 #if defined(__x86_64__)
 
 #define FMOE_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"

@@ -1,4 +1,5 @@
-// What kernels take, in memory: blocks of rows, panels, tiles (kernels.h has their layouts).
+// What kernels take, in memory: blocks of rows (RowMajor), panels, tiles. kernels.h has their layouts;
+// grouped.h and the operators place them in the memory of a chunk or a job.
 #pragma once
 
 #include <algorithm>

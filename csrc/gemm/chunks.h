@@ -1,4 +1,5 @@
-// The rows of each expert, cut into pieces of work, and the memory that a piece needs.
+// The rows of each expert, cut into pieces of work, and the memory that a piece needs. An operator calls
+// make_chunks() for a bound on bytes, then for_each_chunk(), whose body computes all products of one chunk.
 #pragma once
 
 #include <memory>
@@ -10,12 +11,14 @@
 
 namespace fmoe_ext::gemm {
 
+// Rows of one expert: all, or a part of an expert with many.
 struct Segment {
   int64_t expert, begin, end;  // rows [begin, end) of the expert-major order
   bool cut;                    // the expert has rows in other segments too
   int64_t rows() const { return end - begin; }
 };
 
+// Segments that share one workspace.
 struct Chunk {
   int64_t begin, end;
   std::vector<Segment> segments;  // consecutive, never empty
@@ -93,7 +96,7 @@ inline int64_t rows_within(int64_t bytes, int64_t row_bytes) {
   return std::max<int64_t>(bytes / std::max<int64_t>(row_bytes, 1), 64);  // rows may have no columns
 }
 
-// Limits for rows of row_bytes in a workspace, of experts with weights of expert_bytes.
+// Limits for rows of row_bytes in a workspace, of experts with weights of expert_bytes each; all in bytes.
 inline ChunkLimits limits_within(int64_t workspace, int64_t row_bytes, int64_t expert_bytes,
                                  int64_t num_rows) {
   ChunkLimits limits{rows_within(workspace, row_bytes)};
@@ -105,7 +108,7 @@ inline ChunkLimits limits_within(int64_t workspace, int64_t row_bytes, int64_t e
   return limits;
 }
 
-// Memory for the whole of one call.
+// Memory for the whole of one call, at a multiple of 64 bytes.
 class Workspace {
  public:
   Workspace(const Tensor& like, int64_t bytes)

@@ -1,5 +1,5 @@
-// The clamped gated activations between two products, where they do not run in the tiles of expert_mlp;
-// ClampedGlu (kernels.h) has the formula.
+// The clamped gated activations between two products, where they do not run in the tiles of expert_mlp:
+// kernels of clamped_glu.cpp, row by row and each way. ClampedGlu (kernels.h) has the formula.
 #pragma once
 
 #include "epilogue.h"

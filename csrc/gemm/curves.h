@@ -1,4 +1,5 @@
-// The activations in vectors, with their slopes; for one instruction set.
+// The curves of the activations in vectors, value and slope at once, for the tiles of epilogue.h: points_at()
+// takes the short form where a curve has one for the type (AVX-512, bfloat16), else point_of().
 #pragma once
 
 #include "vec.h"
@@ -181,7 +182,7 @@ struct Sigmoids {
   Several<N> value, rest;  // rest: 1 - value, as exact where it is small
 };
 
-// Of x / -ln(2). Both are 0 for x < -87.3, where the value would be denormal.
+// Of x, given as scaled = x / -ln(2). Both are 0 for x < -87.3, where the value would be denormal.
 template <int N>
 __attribute__((always_inline)) inline Sigmoids<N> short_sigmoid(const Several<N>& scaled) {
   const auto t = short_exp2(each([](VF v) { return at_most(126.f, v); }, scaled));
@@ -267,7 +268,8 @@ __attribute__((always_inline)) inline void points_at(const V (&x)[N], Point<V> (
   for (int i = 0; i < N; ++i) points[i] = point_of<curve>(x[i]);
 }
 
-// What the gate is multiplied by, of up, and its slope.
+// What the gate is multiplied by, of up, and its slope: 0 where up is clamped, and at a NaN, as
+// torch.clamp's.
 template <CurveKind curve, class V>
 inline Point<V> factor_of(V up) {
   if constexpr (curve == CurveKind::clamped_silu) {

@@ -1,5 +1,6 @@
-// Decoding packed weights, 32 columns at a time, for one instruction set; see packed.h. Every set decodes to
-// the same bits: in float, each rounding of it named by the format.
+// decode() of the table (kernels.h): columns of a packed row -> numbers, 32 at a time, by a Decoder of each
+// format of packed.h; for one instruction set. All sets decode to the same bits: in float, by the products
+// and sums that a format defines, in their order, then rounded to the dtype.
 #pragma once
 
 #include "decode_vectors.h"

@@ -1,4 +1,5 @@
-// Bytes of packed weights, their scales and tables of their codes as vectors, for one instruction set.
+// Bytes of packed weights, their scales and tables of their codes as vectors, for one instruction set: what
+// the decoders of decode.h and the products with packed rows are made of.
 #pragma once
 
 #include "multiply.h"

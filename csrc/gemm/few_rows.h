@@ -7,7 +7,7 @@
 #include "isa_begin.h"
 
 constexpr int kRowsAtOnce = kRegisters / 4;
-constexpr int kFewRows = 16;            // up to which a product is computed here
+constexpr int kFewRows = 16;            // of A, for which a column is read once
 constexpr int kSums = 2 * kRowsAtOnce;  // in registers
 
 constexpr bool kHasFewRegisters = kRegisters == 16 && kBytes == 32;
@@ -46,7 +46,8 @@ inline void store_sums(const Sum (&sums)[M][C], Acc* out, int64_t out_stride) {
   for (int i = 0; i < M * C; ++i) out[i / C * out_stride + i % C] = sum_lanes(sums[i / C][i % C]);
 }
 
-// Of all rows together, which stay in the first-level cache; beside 2 x 3 columns if those are read at once.
+// Bytes of the part of k that all rows are multiplied over at once: they stay in the first-level cache,
+// beside 2 x 3 columns where those are read at once.
 constexpr int64_t kRowBytes = kHasFewRegisters ? 16 << 10 : 32 << 10;
 
 // Positions [begin, end) of k for M rows times C columns; `kept` has the sums' lanes between two parts of k.

@@ -1,5 +1,6 @@
-// Sums over the rows of each expert, for the backward: columns packed as panels over the rows, and the
-// gradients of weights and biases.
+// Sums over the rows of each expert, for the backwards of expert_mlp, frozen_mlp and grouped_gemm: columns
+// packed as panels over the rows (OwnPanels, SharedPanels), and the gradients that are summed chunk by chunk
+// (ExpertGradient of a weight or an adapter, BiasGradient).
 #pragma once
 
 #include <vector>
@@ -115,7 +116,7 @@ class ExpertGradient {
     main_grad_ = static_cast<Acc*>(main_grad.mutable_data_ptr());
   }
 
-  // Before the jobs of a chunk: a cut expert starts with zero sums.
+  // Before the jobs of a chunk: a cut expert starts with zero sums. Its segments are chunks of their own.
   void begin(const Chunk& chunk) {
     const Segment& segment = chunk.segments.front();
     if (!main_grad_ && segment.cut && segment.begin == bounds_[segment.expert])

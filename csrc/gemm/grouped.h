@@ -1,7 +1,8 @@
-// Products over the rows of each expert. A call cuts the rows into chunks of segments (chunks.h), add_jobs()
-// cuts the columns of each segment's result into jobs, and a thread computes one job by one of these:
-//   rows_by_weight             A W^T, weight in the dtype of the tensors
-//   rows_by_packed             A W^T, weight packed in few bits; for few rows of A in integers, by
+// Products over the rows of each expert, for the operators of MLPs and grouped_gemm. They cut the rows into
+// chunks of segments (chunks.h); add_jobs() cuts the columns of each segment's result into jobs, and a thread
+// computes one job by one of these:
+//   rows_by_weight             A W^T, W the expert's weight in the dtype of the tensors
+//   rows_by_packed             A W^T, weight packed in few bits (packed.h); where it may be, for few rows by
 //   rows_by_integers           rows of A rounded to 8 bits
 //   rows_by_weight_transposed  A W
 //   rows_by_packed_transposed  A W, weight packed
@@ -19,10 +20,11 @@
 
 namespace fmoe_ext::gemm {
 
-// A range of panels (or of other equal parts) of one segment.
+// A range of panels (or of other equal parts) of the result of one segment.
 struct Job {
   const Segment* segment;
-  int64_t begin, end, group;
+  int64_t begin, end;  // parts
+  int64_t group;       // number of the job in its segment
 };
 
 // Appends jobs for the `parts` equal parts of a segment's result. A part costs `flops` a row and touches

@@ -1,6 +1,6 @@
-// Sums over positions of k in one chain, from the first to the last: zeros in front of the others, or behind
-// them, change no bit. So a sequence has the same bits behind padding, in a longer cache, and in parts
-// (batch_invariant.cpp).
+// multiply_in_order and exponentials of the table, for batch_invariant.cpp. Sums over k are one chain, from
+// the first position to the last: zeros in front of the others, or behind them, change no bit. So a sequence
+// has the same bits behind padding, in a longer cache, and in parts.
 #pragma once
 
 #include "curves.h"

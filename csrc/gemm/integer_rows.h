@@ -1,5 +1,6 @@
-// Products of packed columns (Q8_0, Q4_K) with rows of A that are rounded to 8 bits a block, in integers:
-// round_rows(), then multiply_integers(). packed.h has the blocks.
+// The IntegerKernels of the table (kernels.h): products of packed columns (Q8_0, Q4_K) with rows of A that
+// are rounded to 8 bits, with a scale for each block of columns. round_rows(), then multiply_integers();
+// packed.h has the blocks.
 #pragma once
 
 #include "epilogue.h"

@@ -1,5 +1,5 @@
-// One table per instruction set; a null pointer where the set adds nothing for that type, or is not compiled
-// in.
+// The tables of kernels (kernels.h) of each instruction set, from its <isa>.cpp to kernels_for.cpp: a null
+// pointer where the set adds nothing for that type, or is not compiled in.
 #pragma once
 
 #include "kernels.h"

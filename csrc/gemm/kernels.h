@@ -1,4 +1,6 @@
-// The leaves of every matrix product on the CPU: one table of functions per element type and instruction set.
+// The leaves of every matrix product on the CPU: one table of functions per element type and instruction set,
+// with the contract of each. isa_kernels.h fills a table, kernels_for() picks one, and the loops of
+// grouped.h, clamped_glu.cpp, batch_invariant.cpp and newton_schulz.cpp call its functions.
 //
 // A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr whose sums are in registers, for
 // kDepth units of k at a time (multiply.h). B is packed in panels of nr columns, [k][nr]. A is either
@@ -28,7 +30,7 @@ constexpr int64_t kMaxTileRows = 64;  // mr of any instruction set: their files 
 struct Stored;
 struct Operand;
 struct Acc;
-struct Rounded;  // rows of A in blocks of 8-bit codes, see packed.h
+struct Rounded;  // rows of A in blocks of 8-bit codes: RoundedForQ8 or RoundedForQ4 of packed.h
 
 // p, `elements` elements of `bytes` bytes further on.
 template <class Role>
@@ -71,7 +73,7 @@ struct ActBackward {
 };
 
 // min(gate, limit) activated by x sigmoid(alpha x), times up clamped to +-limit and increased by offset.
-// A row has `width` gates and as many ups: gates first, or the two in turns.
+// A row has `width` gates and as many ups: gates first, or the two in turns if interleaved.
 struct ClampedGlu {
   double alpha, limit, offset;
   bool interleaved;
@@ -94,7 +96,7 @@ struct Kernels {
   int64_t row_step;             // of a tile of many rows: parts of them are multiples
   int64_t few_rows;             // rows of A up to which B with columns along k is better not packed
   int64_t few_rows_transposed;  // the same of B with rows along the lanes
-  int64_t packed_rows;          // up to which a packed weight is better decoded in registers; none in double
+  int64_t packed_rows;          // up to which a packed weight is better decoded in registers; 0 in double
   int64_t storage_bytes, operand_bytes, acc_bytes;
 
   // Operand rows in row-major order; k is padded with zeros to a multiple of k_step.
@@ -118,9 +120,9 @@ struct Kernels {
   // is zero.
   void (*multiply_columns)(int64_t m, int64_t k, const Operand* a, int64_t stride,
                            const Stored* const* columns, Acc* tile);
-  // The same for up to nr rows of A that pack_columns() packed as if they were columns, which then need no
-  // packing. False, and nothing is done, unless they are whole, equally far apart in each half of a panel,
-  // and k is a multiple of k_step. Null where there is no such kernel.
+  // The same for up to nr rows of A, packed by pack_columns() as if they were columns of B; the columns are
+  // read as they lie. False, and nothing is done, unless none of the nr columns is null, those of each half
+  // of a panel are equally far apart, and k is a multiple of k_step. Null where there is no such kernel.
   bool (*multiply_turned)(int64_t m, int64_t k, const Operand* rows, const Stored* const* columns, Acc* tile);
   int64_t most_turned_rows;  // of a segment, up to which this is faster
   // Positions [begin, end) of k; rows of B, from `begin` on and ld elements apart, that are contiguous along

@@ -1,4 +1,5 @@
-// The table of kernels for a dtype and the instruction set in use.
+// kernels_for(dtype): the table of kernels for the instruction set in use, cpu_isa(). Tables are made of
+// those of all sets up to it, for the types that a set has no kernels of its own for.
 #include <torch/headeronly/util/Exception.h>
 
 #include <array>

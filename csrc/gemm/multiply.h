@@ -1,4 +1,6 @@
-// The units and the tile products of one instruction set; see kernels.h for the layouts.
+// The units and the tile products of one instruction set, for the table of kernels (multiply_row_major,
+// multiply_transposed); kernels.h has the layouts. Entry makes a kernel of typed pointers an entry of the
+// table.
 #pragma once
 
 #include "vec.h"
@@ -74,7 +76,7 @@ using AccOf = typename UnitOf<T>::type::Acc;
 template <class T>
 using OperandOf = typename UnitOf<T>::type::Operand;
 
-// A pointer to elements of the type that its role has where tensors are of T; the only casts between the two.
+// A pointer to elements of the type that its role has where tensors are of T. Kernels cast by these alone.
 template <class T>
 inline const T* elements_of(const Stored* p) {
   return (const T*)p;
@@ -152,8 +154,8 @@ inline void add_product(VF a, VF b, VF& sum) { sum = fma(a, b, sum); }
 inline void add_product(VD a, VD b, VD& sum) { sum = fma(a, b, sum); }
 #endif
 
-// tile = products over units of k. Sums are in registers; rows of A after these are prefetched a line at a
-// time, because the processor cannot know that they are next.
+// tile [M, nr] = products over units of k. Sums are in registers; the rows of A behind these M are prefetched
+// a line at a time, because the processor cannot know that they are next.
 template <class U, int M, bool transposed, int64_t depth>
 void multiply_rows(int64_t units, const typename U::Unit* a, int64_t stride, const typename U::Unit* b,
                    typename U::Acc* tile) {

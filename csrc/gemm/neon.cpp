@@ -1,4 +1,5 @@
-// The kernels for 64-bit Arm: NEON, which every such processor has.
+// neon_kernels(), for kernels_for.cpp: the kernels for 64-bit Arm: NEON, which every such processor has.
+// isa_kernels.h makes them by these macros.
 #if defined(__aarch64__)
 
 #define FMOE_NEON

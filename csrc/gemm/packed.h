@@ -55,30 +55,31 @@ struct PackedLayout {
 
 // In the order of PackedFormat.
 constexpr PackedLayout kPackedLayouts[kNumPackedFormats] = {
-    {},
-    {16, 32, Scaled::block, {ScaleType::e8m0}},
-    {1, 1, Scaled::square, {ScaleType::float32, ScaleType::bfloat16}},
+    {},                                                                 // none
+    {16, 32, Scaled::block, {ScaleType::e8m0}},                         // mxfp4
+    {1, 1, Scaled::square, {ScaleType::float32, ScaleType::bfloat16}},  // fp8_block
+    // int4
     {1, 2, Scaled::group, {ScaleType::float32, ScaleType::bfloat16, ScaleType::float16}, Third::zero_points},
-    {34, 32, Scaled::inside, {}},
-    {144, 256, Scaled::inside, {}},
-    {210, 256, Scaled::inside, {}},
-    {1, 2, Scaled::group, {ScaleType::float32}},
-    {18, 32, Scaled::inside, {}},
-    {176, 256, Scaled::inside, {}},
-    {18, 32, Scaled::inside, {}},
-    {136, 256, Scaled::inside, {}},
-    {32, 32, Scaled::block, {ScaleType::e8m0}},
-    {16, 32, Scaled::block, {ScaleType::e4m3}, Third::factors, 2},
+    {34, 32, Scaled::inside, {}},                                   // q8_0
+    {144, 256, Scaled::inside, {}},                                 // q4_k
+    {210, 256, Scaled::inside, {}},                                 // q6_k
+    {1, 2, Scaled::group, {ScaleType::float32}},                    // nf4
+    {18, 32, Scaled::inside, {}},                                   // q4_0
+    {176, 256, Scaled::inside, {}},                                 // q5_k
+    {18, 32, Scaled::inside, {}},                                   // iq4_nl
+    {136, 256, Scaled::inside, {}},                                 // iq4_xs
+    {32, 32, Scaled::block, {ScaleType::e8m0}},                     // mxfp8
+    {16, 32, Scaled::block, {ScaleType::e4m3}, Third::factors, 2},  // nvfp4
 };
 constexpr const PackedLayout& layout_of(PackedFormat format) {
   return kPackedLayouts[static_cast<int64_t>(format)];
 }
 
-// What the codes of GGUF's IQ4 formats stand for.
+// What codes of four bits stand for, in GGUF's IQ4 formats; in MXFP4 and NVFP4; and in NF4: quantiles of the
+// normal distribution, as bitsandbytes has them.
 alignas(64) constexpr float kIq4[16] = {-127, -104, -83, -65, -49, -35, -22, -10,
                                         1,    13,   25,  38,  53,  69,  89,  113};
 alignas(64) constexpr float kE2M1[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
-// Quantiles of the normal distribution, as bitsandbytes has them.
 alignas(64) constexpr float kQuantiles[16] = {-1.f,
                                               -0.6961928009986877f,
                                               -0.5250730514526367f,
@@ -96,7 +97,8 @@ alignas(64) constexpr float kQuantiles[16] = {-1.f,
                                               0.7229568362236023f,
                                               1.f};
 
-// A packed weight [num_experts, rows, columns]; its rows lie as gate, up, gate, up, .. when interleaved.
+// A packed weight [num_experts, rows, columns], for cuda/decode_packed.cu; its rows lie as gate, up, gate,
+// up, .. when interleaved.
 struct PackedMatrix {
   PackedFormat format;
   ScaleType scale_type;
@@ -106,19 +108,19 @@ struct PackedMatrix {
   const int32_t* zero;   // int4: words with the zero points of eight rows, or null for 8
   const float* factors;  // nvfp4: two for each row
   int64_t num_experts, rows, columns;
-  int64_t group;  // columns of one scale
+  int64_t group;  // columns of one scale, 0 where blocks hold theirs
   int64_t row_bytes, scale_row_bytes;
   int64_t scale_rows, part_rows;  // squares: rows of scales an expert has, rows of the matrix in a part
 };
 
-// One row of a packed weight [out, in].
+// One row of a packed weight [out, in], for kernels of the CPU (FrozenWeight::row()).
 struct PackedRow {
   PackedFormat format;
   ScaleType scale_type;
   const uint8_t* data;  // null is a row of zeros
   int64_t columns;
   const char* scale;     // the first of the row
-  int64_t group;         // columns of one scale: a multiple of 32, or 16 for nvfp4
+  int64_t group;         // columns of one scale: a multiple of 32, 16 for nvfp4, 0 where blocks hold scales
   const int32_t* zero;   // int4: the words with the zero point of each group of this row, or null for 8
   int zero_shift;        // of this row in a word
   const float* factors;  // nvfp4: what its scales are multiplied by, and what they are divided by after that

@@ -1,6 +1,6 @@
-// Products of a packed row with few rows of bfloat16 by dot products of pairs, for each format. The values of
-// codes are exact in bfloat16 (NF4's to 1e-5, as the sum of two); the scale multiplies the sum of its block,
-// in float.
+// Products of a packed row with few rows of bfloat16 by dot products of pairs, for each format;
+// packed_pairs.h calls them. The values of codes are exact in bfloat16 (NF4's to 1e-5, as the sum of two);
+// the scale multiplies the sum of its block, in float.
 #pragma once
 
 #include "packed_rows.h"
@@ -54,8 +54,8 @@ alignas(64) constexpr LongCodes kLongCodes;
 
 // Rows of A in the order of the codes, and the sum of each block of 32 columns where a format needs it.
 struct PairsOfA {
-  alignas(
-      64) BF16 columns[kPairsRows][kPairsDepth + kPairs];  // rows that begin in different lines of a cache
+  // kPairs more, so that rows begin in different lines of a cache
+  alignas(64) BF16 columns[kPairsRows][kPairsDepth + kPairs];
   alignas(64) float sums[kPairsRows][kMostBlocks];
 };
 

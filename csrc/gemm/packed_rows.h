@@ -1,4 +1,5 @@
-// Products of few rows of A with packed columns, decoded in registers; for one instruction set.
+// multiply_packed of the table (kernels.h): few rows of A times packed columns, which are decoded in
+// registers; for one instruction set. AVX512_BF16 has another, packed_pairs.h.
 #pragma once
 
 #include "decode.h"

@@ -1,4 +1,5 @@
-// Packing into the layouts of kernels.h, for one instruction set.
+// Rows of tensors -> blocks and panels of operands, for one instruction set: copy_rows, pack_columns,
+// pack_rows and pack_operand_rows of the table. kernels.h has their contracts and the layouts.
 #pragma once
 
 #include "multiply.h"
@@ -161,7 +162,8 @@ inline __m512i load_values(const BF16* row, int64_t n) {
   return n > 0 ? _mm512_maskz_loadu_epi16((1u << n) - 1, row) : _mm512_setzero_si512();
 }
 
-// Pairs of columns of rows i and i + 1, of which those from k on are zero: 16 columns, and 16 from `step` on.
+// Pairs of rows i and i + 1, a row from k on being zero: of 16 columns from `column` on, and of 16 from
+// column + step on. n: columns that are there; the others are zero.
 struct PairsOfRows {
   __m512i first, second;
   PairsOfRows(const BF16* const* rows, int64_t i, int64_t k, int64_t column, int64_t n, int step = W) {
@@ -189,7 +191,7 @@ inline auto gather_units(const T* const* rows, int64_t rows_left, int64_t column
   }
 }
 
-// Unit i of k of n columns: one line of each panel.
+// The unit at position i of k, of n columns: one line of each panel.
 template <class U, class T>
 inline void pack_lines(const T* const* rows, int64_t i, int64_t k, int64_t col0, int64_t n, int64_t lanes,
                        typename U::Unit* line, int64_t panel_units) {

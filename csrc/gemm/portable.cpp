@@ -1,4 +1,5 @@
-// The kernels for any processor: 128-bit vectors of the compiler (SSE2, AltiVec, ...).
+// portable_kernels(), for kernels_for.cpp: the kernels for any processor: 128-bit vectors of the compiler
+// (SSE2, AltiVec, ...). isa_kernels.h makes them by these macros.
 #define FMOE_BYTES 16
 #define FMOE_MR 4
 #include "isa_kernels.h"

@@ -1,5 +1,6 @@
-// Vectors of one instruction set: VF of W floats, VD of WD doubles, VI and VU of 32-bit integers, VH of W
-// numbers of 16 bits.
+// Vectors of one instruction set, for the other headers of kernels: VF of W floats, VD of WD doubles, VI and
+// VU of 32-bit integers, VH of W numbers of 16 bits. load() and store() convert from and to BF16 and F16,
+// which are computed with in float.
 #pragma once
 
 #include "isa_begin.h"
