@@ -1,5 +1,6 @@
-// Drops the choices over each expert's capacity. Priority: all first choices in token order, then all second
-// choices, and so on; a token's first choice is thus never dropped in favour of another token's second.
+// apply_capacity and drop_choices on the CPU: topk_idx [T, K] -> the same with -1 for choices over each
+// expert's capacity. Priority: all first choices in token order, then all second choices, and so on; a
+// token's first choice is thus never dropped in favour of another token's second.
 //
 // The histograms that rank the choices are what a balance loss counts: drop_choices returns them too.
 

@@ -1,5 +1,6 @@
-// The balance loss of a gate, E * sum_e share_e * mean_t p[t, e]: share_e is expert e's share of counts, p
-// the scores of a token divided by their sum.
+// balance_loss and its backward on the CPU: the balance loss of a gate, E * sum_e share_e * mean_t p[t, e].
+// share_e is expert e's share of counts, p the scores of a token divided by their sum. _choose_experts
+// (topk_gate.cpp) calls it too.
 //
 // p [T, E] is not kept: the backward computes it again from the logits, which the gate keeps anyway.
 

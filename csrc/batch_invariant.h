@@ -1,5 +1,6 @@
-// Whether the result of a row must not depend on which other rows are there. Off by default: products with
-// few rows then skip the packing of weights, and sum in another order than products with many.
+// The mode of batch_invariant() in Python, for kernels of the CPU: whether the result of a row must not
+// depend on which other rows are there. Off by default: products with few rows then skip the packing of
+// weights, and sum in another order than products with many.
 #pragma once
 
 #include <atomic>
@@ -15,7 +16,7 @@ inline bool is_batch_invariant() {
   return detail::thread_batch_invariant || detail::batch_invariant.load(std::memory_order_relaxed);
 }
 
-// The mode of the thread that shares out its work, on the threads that help it.
+// The mode of the thread that shares out its work, on the threads that help it, as for_each_job() does.
 class AsOnCaller {
  public:
   explicit AsOnCaller(bool on) : before_(detail::thread_batch_invariant) {

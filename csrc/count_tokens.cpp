@@ -1,4 +1,5 @@
-// count_tokens on the CPU: the number of choices of each expert, summed over chunks of tokens.
+// count_tokens on the CPU, topk_idx [T, K] -> [E]: the number of choices of each expert, -1 left out, summed
+// over chunks of tokens.
 #include <torch/csrc/stable/library.h>
 
 #include "topk_idx.h"

@@ -1,3 +1,5 @@
+// What the processor has, by cpuid and what Linux allows, and the operators that say and change what is used:
+// _cpu_isa, _cpu_isa_refused, and _set_cpu_isa of FMOE_CPU_ISA, of tests and of C++ programs.
 #include "cpu_features.h"
 
 #if defined(__x86_64__)
@@ -79,8 +81,8 @@ CpuIsa fastest_of_processor() {
   return static_cast<CpuIsa>(best);
 }
 
-// Test hook: limits every CPU kernel to the set of that name. Returns whether this processor has it; if not,
-// nothing changes.
+// Limits every CPU kernel to the set of that name and those below it. Returns whether this processor has it;
+// if not, nothing changes.
 bool set_cpu_isa(std::string name) {
   for (int i = 0; i < kNumCpuIsas; ++i) {
     if (name != kNames[i]) continue;

@@ -1,4 +1,5 @@
-// What a rank computes of its choices before and after rows travel to the ranks of their experts.
+// What a rank computes of its choices before and after rows travel to the ranks of their experts: five
+// operators of fmoe_ext/ops/exchange_rows.py, whose shapes ops.cpp has.
 //
 // With exchange="choice" a row is one choice. With exchange="token" the choices of a token that go one way
 // share a row; a way is a chunk of a rank's experts. The kind of a row is the number of its expert, or of its

@@ -1,5 +1,5 @@
-// The operators of expert_backward.h: the whole backward of expert_mlp, and its halves for the inputs and for
-// the weights.
+// Three operators by expert_backward.h: the whole backward of expert_mlp, and its halves for the inputs and
+// for the weights, which have the bits of the whole.
 #include <torch/csrc/stable/library.h>
 
 #include "expert_backward.h"

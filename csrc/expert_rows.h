@@ -1,5 +1,5 @@
-// What expert_mlp, frozen_mlp and their backwards share on the CPU: the arguments, checked and contiguous,
-// and the rows they mean.
+// What expert_mlp, frozen_mlp and their backwards share on the CPU: ExpertRows, the arguments, checked and
+// contiguous, and the rows they mean; and for the backwards GradRows and ScaleGrads.
 #pragma once
 
 #include <optional>
@@ -12,7 +12,7 @@
 
 namespace fmoe_ext::gemm {
 
-// One number for each row.
+// One number for each row, in the type of sums (Acc).
 class RowScales {
  public:
   RowScales(const Kernels& kernels, int64_t num_rows)

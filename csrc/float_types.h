@@ -1,4 +1,5 @@
-// The floating-point dtypes of the operators: dispatch, and 16 elements at a time as float for AVX-512.
+// The floating-point dtypes of the operators outside of gemm/: dispatch to a C++ type, the type that it is
+// computed in, and 16 elements at a time as float for AVX-512.
 #pragma once
 
 #include <torch/headeronly/util/BFloat16.h>

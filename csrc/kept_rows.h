@@ -1,4 +1,5 @@
-// Rows that the inputs' half of a backward keeps for the weights' half: [R, columns] in the type of storage.
+// Rows that the inputs' half of expert_mlp's backward keeps for the weights' half, dh and the weighted
+// activated rows: [R, columns] in the type of storage.
 #pragma once
 
 #include "gemm/grouped.h"

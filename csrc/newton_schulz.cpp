@@ -1,6 +1,6 @@
-// Newton-Schulz iterations for each matrix of a stack, by which Muon makes an update nearly orthogonal
-// (Iteration has the formula). Two of the three products are symmetric: their lower half is computed and
-// mirrored.
+// newton_schulz on the CPU, x [E, M, N] -> the same shape: Newton-Schulz iterations for each matrix, by which
+// Muon makes an update nearly orthogonal (Iteration has the formula). Two of the three products are
+// symmetric: their lower half is computed and mirrored.
 #include <torch/csrc/stable/library.h>
 
 #include <cstring>

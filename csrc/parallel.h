@@ -1,4 +1,5 @@
-// Work sharing on torch's own thread pool. Results must not depend on the number of threads.
+// Work sharing of all CPU operators, on torch's own thread pool: for_each_job(). Results must not depend on
+// the number of threads.
 #pragma once
 
 #include <algorithm>

@@ -1,3 +1,4 @@
+// permute, unpermute and unpermute_backward on the CPU (permute.h has the shapes).
 // permute: out[r] = x[row_idx[r] / K]. unpermute: out[t] = sum over k of topk_weights[t, k] y[inverse[t, k]].
 // All three operators are bound by memory: permute and unpermute_backward stream large outputs
 // (stream_row.h).

@@ -1,5 +1,5 @@
-// exp, sigmoid and softmax of a token's logits, by one code for every instruction set; where it is compiled
-// with fused multiply-adds the last bits differ.
+// exp, sigmoid and softmax of a token's logits, for topk_gate.cpp and balance_loss.cpp: one code for every
+// instruction set, inlined where it is compiled for one; with fused multiply-adds the last bits differ.
 #pragma once
 
 #include <algorithm>

@@ -1,6 +1,6 @@
-// Vector code outside the GEMM: functions marked FMOE_AVX512 may only be called when use_avx512() says so,
-// those marked FMOE_AVX2 when use_avx2() does (cpu_features.h). Every use has a portable counterpart, which
-// is all there is outside x86-64.
+// Vector code outside of gemm/, for x86-64: functions marked FMOE_AVX512 may only be called when use_avx512()
+// says so, those marked FMOE_AVX2 when use_avx2() does (cpu_features.h). Every use has a portable
+// counterpart, which is all there is outside x86-64.
 #pragma once
 
 #if defined(__x86_64__) && defined(__GNUC__)

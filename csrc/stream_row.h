@@ -1,4 +1,5 @@
-// Writes rows of large outputs past the caches, which saves reading each cache line before it is overwritten.
+// RowWriter writes rows of large outputs past the caches, which saves reading each cache line before it is
+// overwritten; for permute.cpp, the backward of topk_gate.cpp and kept_rows.h. Outside x86-64 it copies.
 #pragma once
 
 #include <cstdint>

@@ -1,3 +1,5 @@
+// topk_gate, its backward and _choose_experts on the CPU, logits [T, E] -> topk_idx, topk_weights [T, K].
+//
 // Scores, group-limited selection and weights of one token at a time, all of it in the first-level cache:
 // gate_token(), and gate_backward_tokens() for the gradient. A weight is the softmax or sigmoid of a chosen
 // logit, divided by the sum over the chosen if normalize, times scale.
@@ -261,8 +263,8 @@ struct GateBackwardArgs {
   STD_TORCH_CHECK(false, "topk_idx must be in [0, ", num_experts, "), but element ", i, " is ", e);
 }
 
-// The rows are built in a small buffer that is zero between tokens, where only the chosen experts get a
-// gradient.
+// grad_logits of tokens begin to end. Of a softmax over all experts (dense) every logit has a gradient; else
+// only the chosen ones, whose row is built in a buffer that is zero between tokens.
 template <class T, class A = compute_t<T>>
 FMOE_INLINE void gate_backward_tokens(const GateBackwardArgs<T>& args, int64_t begin, int64_t end) {
   const Gate& gate = args.gate;

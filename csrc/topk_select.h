@@ -1,5 +1,6 @@
-// The k largest of a row of numbers, exactly: largest first, lower index first among equals, NaN above
-// everything. Numbers are compared as integer keys of the same order, which makes every comparison total.
+// The k largest of a row of numbers, for topk_gate.cpp: largest first, lower index first among equals, NaN
+// above everything. Numbers are compared as integer keys of the same order, which makes every comparison
+// total.
 #pragma once
 
 #include <bit>

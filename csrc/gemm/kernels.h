@@ -1,6 +1,6 @@
 // The leaves of every matrix product on the CPU: one table of functions per element type and instruction set,
-// with the contract of each. isa_kernels.h fills a table, kernels_for() picks one, and the loops of
-// grouped.h, clamped_glu.cpp, batch_invariant.cpp and newton_schulz.cpp call its functions.
+// with the contract of each. isa_kernels.h fills a table, kernels_for() picks one; the loops of grouped.h and
+// the operators call its functions.
 //
 // A product C [M, N] = A [M, k] B [k, N] is computed in tiles of mr x nr whose sums are in registers, for
 // kDepth units of k at a time (multiply.h). B is packed in panels of nr columns, [k][nr]. A is either

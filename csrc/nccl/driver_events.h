@@ -1,4 +1,5 @@
-// Events of the CUDA driver, which is found at run time: this module links no CUDA library.
+// Events of the CUDA driver, by which the watchdog of communicator.cpp sees that an exchange has ended. The
+// driver is found at run time: this module links no CUDA library.
 #pragma once
 
 #include <cuda.h>

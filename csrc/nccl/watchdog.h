@@ -1,6 +1,6 @@
-// Watches collective calls that run on a device. If one does not end in time, or its library reports an
-// error, the watchdog aborts it: a host thread that waits for it (in a copy, for example) would wait for ever
-// otherwise. failure() then says what happened.
+// Watches collective calls that run on a device, for communicator.cpp, from a thread of its own. If one does
+// not end in time, or its library reports an error, the watchdog aborts it: a host thread that waits for it
+// (in a copy, for example) would wait for ever otherwise. failure() then says what happened.
 #pragma once
 
 #include <chrono>

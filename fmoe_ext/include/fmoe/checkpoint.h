@@ -1,5 +1,5 @@
-// Weights in and out: folders of Python's fmoe_ext.checkpoint.save(), safetensors files and folders, and
-// those of Hugging Face with a name for each expert or fused.
+// Weights in and out: load() takes folders of Python's fmoe_ext.checkpoint.save(), safetensors files and
+// folders, and those of Hugging Face with a name for each expert or fused; save() writes a safetensors file.
 #pragma once
 
 #include <algorithm>

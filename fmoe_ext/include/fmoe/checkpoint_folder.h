@@ -1,5 +1,6 @@
-// Folders that Python's fmoe_ext.checkpoint.save() writes: manifest.json says where each tensor is; its parts
-// are in *.distcp files as torch.save writes them, and torch::pickle_load reads those.
+// read_checkpoint(), for read_model() of checkpoint.h: folders that Python's fmoe_ext.checkpoint.save()
+// writes. manifest.json says where each tensor is; its parts are in *.distcp files as torch.save writes them,
+// and torch::pickle_load reads those.
 #pragma once
 
 #include <algorithm>

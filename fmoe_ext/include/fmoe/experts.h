@@ -1,5 +1,6 @@
-// The experts of a layer: two-layer MLPs computed by one operator. The same as fmoe_ext/linear.py and
-// experts.py.
+// The experts of a layer, for layers.h: two-layer MLPs computed by one operator (FusedExperts), and those
+// that see every token (SharedExperts). The same as FMoELinear and FusedExperts in fmoe_ext/linear.py and
+// experts.py, with the same draw of weights.
 #pragma once
 
 #include <cmath>

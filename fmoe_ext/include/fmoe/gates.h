@@ -1,5 +1,5 @@
-// Gates: modules that choose experts for every token. The same as fmoe_ext/gates, with the same names of
-// parameters.
+// What gates, the modules that choose experts for every token, share: Gate, their losses, and NaiveGate,
+// which most of all_gates.h derive from. The same as fmoe_ext/gates, with the same names of parameters.
 #pragma once
 
 #include <cmath>

@@ -1,5 +1,6 @@
-// A reader of JSON for headers of safetensors files and manifests: errors say where. Numbers are kept as they
-// are written, and only whole ones are read (size()); escapes of surrogates are refused.
+// A reader of JSON for headers of safetensors files, manifests, indexes and config.json: errors say where.
+// Numbers are kept as they are written, and only whole ones are read (size()); escapes of surrogates are
+// refused.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
-// Sums and counts over the ranks that share a gate's experts: OneRank for one process, GroupRanks for a c10d
-// group. The same as fmoe_ext/ep/ranks.py and OneRank of fmoe_ext/gates/base_gate.py.
+// Sums and counts over the ranks that share a gate's experts, which gates call: OneRank for one process,
+// GroupRanks for a c10d group. The same as fmoe_ext/ep/ranks.py and OneRank of fmoe_ext/gates/base_gate.py.
 #pragma once
 
 #include <memory>
