@@ -1,3 +1,5 @@
+// BlockPool of block_pool.h: blocks of mmap(), of which freed ones are kept in a list for the next take();
+// and its release() as the operator _release_memory, for ops.release_memory().
 #include "block_pool.h"
 
 #include <torch/csrc/stable/library.h>
@@ -21,7 +23,7 @@ int64_t unmap(const BlockPool::Block& block) {
   return block.bytes;
 }
 
-// A block that begins at a huge page.
+// A block that begins at a huge page; none if the system refuses it.
 BlockPool::Block map(int64_t bytes) {
   void* const data =
       mmap(nullptr, bytes + kHugePage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
@@ -62,12 +64,14 @@ class Kept {
 
   // Unmaps those that were freed first, until all and `more` bytes that are about to be used fit.
   void trim(int64_t more) {
-    const int64_t now = used.load() + more;
-    most_ = std::max(most_, now);
+    const int64_t now = used.load() + more, most = std::max(most_, now);
     size_t count = 0;
-    while (count < blocks_.size() && now + bytes_ > most_) bytes_ -= unmap(blocks_[count++]);
+    while (count < blocks_.size() && now + bytes_ > most) bytes_ -= unmap(blocks_[count++]);
     blocks_.erase(blocks_.begin(), blocks_.begin() + count);
   }
+
+  // After `used` has grown, and not before: a block that the system refuses bounds nothing.
+  void note_use() { most_ = std::max(most_, used.load()); }
 
   void release() {
     for (const BlockPool::Block& block : blocks_) unmap(block);
@@ -95,18 +99,20 @@ Kept& kept() {
 
 #if defined(__linux__) && defined(MADV_FREE) && !defined(__SANITIZE_ADDRESS__)
 
-// A thread never waits here: a fork may have copied a mutex that another thread held.
+// take() and give() never wait: a fork may have copied a mutex that another thread held.
 BlockPool::Block BlockPool::take(int64_t bytes) {
   // To an eighth of a power of two: workspaces differ a little from step to step, by the load of the experts.
   const int64_t unit = std::bit_floor(static_cast<uint64_t>(std::max(bytes, kSmallest))) / 8;
   bytes = (bytes + unit - 1) / unit * unit;
   Block block;
-  if (const std::unique_lock lock(kept().mutex, std::try_to_lock); lock) {
+  const std::unique_lock lock(kept().mutex, std::try_to_lock);
+  if (lock) {
     block = kept().find(bytes);
     kept().trim(block.data ? block.bytes : bytes);
   }
   if (!block.data) block = map(bytes);
   kept().used += block.bytes;
+  if (lock) kept().note_use();
   return block;
 }
 
