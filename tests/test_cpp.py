@@ -284,6 +284,23 @@ def test_errors_have_the_texts_of_python(built, x, valid):
     assert errors_of(torch.ops.fmoe_parity.forward, x, valid) == errors_of(layer, x, valid)
 
 
+def test_noisy_gate_with_excluded_experts(built):
+    """Logits of -inf: the loss and its gradient are finite, and Python's to the bit."""
+    torch.ops.load_library(built / "libparity.so")
+    x = torch.rand(6, 3, generator=torch.Generator().manual_seed(1)) + 0.5
+    w_gate, w_noise = torch.linspace(-1, 1, 24).view(2, 3, 4)
+    w_gate = w_gate.index_fill(1, torch.tensor([0, 3]), -torch.inf)  # top_k are left, none behind them
+    gate = gates.NoisyGate(3, 4, 1)
+    gate.load_state_dict({"w_gate": w_gate, "w_noise": w_noise})
+    torch.manual_seed(0)
+    gate(x)
+    loss = gate.get_loss()
+    expected = [loss.detach(), *torch.autograd.grad(loss, gate.w_noise)]
+    assert all(t.isfinite().all() for t in expected)
+    found = torch.ops.fmoe_parity.noisy_loss(x, w_gate, w_noise)
+    assert all(map(torch.equal, found, expected))
+
+
 def test_huggingface_folder(built, tmp_path):
     """Qwen's names and Mixtral's for each expert, in two files with an index."""
     torch.ops.load_library(built / "libparity.so")

@@ -109,6 +109,20 @@ Tensor forward(const Tensor& x, const std::optional<Tensor>& valid) {
   return layer->forward(x, valid.value_or(Tensor()));
 }
 
+// The loss of a NoisyGate with these weights, from random numbers of one seed, and its gradient of w_noise.
+std::vector<Tensor> noisy_loss(const Tensor& x, const Tensor& w_gate, const Tensor& w_noise) {
+  torch::AutoGradMode with_gradients(true);
+  fmoe::NoisyGate gate(w_gate.size(0), w_gate.size(1), 1);
+  {
+    torch::NoGradGuard no_grad;
+    gate.w_gate.copy_(w_gate);
+    gate.w_noise.copy_(w_noise);
+  }
+  torch::manual_seed(0);
+  gate.forward(x);
+  return {gate.loss.detach(), torch::autograd::grad({gate.loss}, {gate.w_noise})[0]};
+}
+
 // A layer in a Hugging Face folder, under the name of its block, on x.
 Tensor forward_of_folder(const std::string& folder, const Tensor& x) {
   fmoe::MlpOptions options = options_of("softmax");
@@ -148,5 +162,6 @@ TORCH_LIBRARY(fmoe_parity, m) {
   m.def("run_case(str folder, str name, str group_name) -> ()", &run_case);
   m.def("step_seconds(int tokens, int steps) -> float[]", &step_seconds);
   m.def("forward(Tensor x, Tensor? valid) -> Tensor", &forward);
+  m.def("noisy_loss(Tensor x, Tensor w_gate, Tensor w_noise) -> Tensor[]", &noisy_loss);
   m.def("forward_of_folder(str folder, Tensor x) -> Tensor", &forward_of_folder);
 }

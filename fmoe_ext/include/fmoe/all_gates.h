@@ -1,5 +1,6 @@
-// The gates with balance losses: SoftmaxGate, SigmoidGate, NoisyGate, SwitchGate, GShardGate.
-// The same as fmoe_ext/gates/<gate>.py; options that are not here are Python's alone.
+// The gates with balance losses, make_gate() for the options of a layer, and what a training loop calls of
+// all gates of a model (total_loss, after_optimizer_step): SoftmaxGate, SigmoidGate, NoisyGate, SwitchGate,
+// GShardGate. The same as fmoe_ext/gates/<gate>.py; options that are not here are Python's alone.
 #pragma once
 
 #include <cmath>
@@ -151,7 +152,10 @@ struct NoisyGate : Gate {
     const Tensor top = std::get<0>(noisy.topk(top_k + 1, 1));
     const auto last = top.slice(1, -2).split(1, 1);
     const Tensor others = torch::where(noisy > last[1], last[1], last[0]);  // best value that must be beaten
-    return torch::special::ndtr((clean - others) / stddev);
+    const Tensor lead = clean - others;
+    const Tensor decided = lead.isfinite().logical_not();  // one of them is -inf: no noise changes that
+    const Tensor drawn = torch::special::ndtr(lead.masked_fill(decided, 0) / stddev);
+    return torch::where(decided, (clean > others).to(drawn.scalar_type()), drawn);
   }
   // Unbiased variance / mean^2 of x [E], 0 for one expert.
   static Tensor cv_squared(const Tensor& x) {
