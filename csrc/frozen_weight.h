@@ -1,5 +1,6 @@
-// A weight of the frozen products, [E, out, in]: a tensor of the dtype of x, or packed in a format of
-// packed.h, whose arguments are checked here. On CUDA it is only decoded (matrix()).
+// A weight of frozen_mlp, frozen_gemm and _decode_packed, [E, out, in]: a tensor of the dtype of x, or packed
+// in a format of packed.h, whose arguments are checked here. The CPU multiplies with its rows (row(),
+// rows()); CUDA decodes the whole of it (matrix()).
 #pragma once
 
 #include <algorithm>
@@ -169,7 +170,7 @@ class FrozenWeight {
     STD_TORCH_CHECK(groups > 0 && sizes_[2] % groups == 0 && sizes_[2] / groups % 32 == 0, name_,
                     "_scale must be for groups of a multiple of 32 columns, but ", name_, " has ", sizes_[2],
                     " columns and ", groups, " groups");
-    group_ = sizes_[2] / groups;
+    group_ = std::max<int64_t>(sizes_[2] / groups, 32);  // without columns too, for kernels divide by it
   }
   // Scales [E, rows, columns] of one matrix, or [E, parts, rows, columns] of parts that follow each other,
   // whose last blocks may be partial.

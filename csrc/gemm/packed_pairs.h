@@ -123,7 +123,7 @@ inline void multiply_packed_pairs(int64_t m, int64_t k, const BF16* a, int64_t s
     constexpr int kRows = rows_at_once(f);
     for (int64_t first = 0; first < m; first += kRows) {
       const int64_t M = m - first < kRows ? m - first : kRows;
-      for (int64_t begin = 0; begin < k; begin += kPairsDepth) {
+      for (int64_t begin = 0; begin == 0 || begin < k; begin += kPairsDepth) {  // k = 0: tiles of zeros
         const int64_t n = k - begin < kPairsDepth ? k - begin : kPairsDepth;
         for (int64_t r = 0; r < M; ++r)
           order_pairs(f, rows[0].zero != nullptr, a + (first + r) * stride + begin, n, buffer.columns[r],

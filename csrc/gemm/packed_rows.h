@@ -185,7 +185,7 @@ void multiply_packed(int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride
     alignas(64) float buffer[kPackedRows * kPackedDepth];
     for (int64_t first = 0; first < m; first += kPackedRows) {
       const int64_t M = m - first < kPackedRows ? m - first : kPackedRows;
-      for (int64_t begin = 0; begin < k; begin += kPackedDepth) {
+      for (int64_t begin = 0; begin == 0 || begin < k; begin += kPackedDepth) {  // k = 0: tiles of zeros
         const int64_t n = k - begin < kPackedDepth ? k - begin : kPackedDepth;
         const int64_t padded = (n + kGroup - 1) / kGroup * kGroup;
         for (int64_t r = 0; r < M; ++r) {

@@ -1,5 +1,7 @@
 """frozen_gemm: grouped_gemm with packed weights."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -44,6 +46,22 @@ def test_values_and_gradients(isa, name, dtype):
             torch.testing.assert_close(got, expected, rtol=1e-12, atol=1e-12)
         else:
             assert_close(got, expected, reference)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", FORMATS)
+def test_weight_without_columns_gives_the_bias(isa, name, dtype):
+    wide = packed(name, 1, 37, 256)
+    scale, zero = wide.scale, wide.zero
+    if scale is not None:
+        scale = scale[:, :, : name in ("int4", "nf4")]  # these have at least one group
+    if name == "int4":
+        zero = torch.zeros(1, 5, 1, dtype=torch.int32)
+    weight = replace(wide, data=wide.data[:, :, :0], scale=scale, zero=zero)
+    for rows in (1, 3, 9, 40):
+        x, bias = torch.ones(rows, 256, dtype=dtype), torch.linspace(-2, 2, 37)[None].to(dtype)
+        frozen_gemm(x, wide, None, bias)  # whose sums lie where the next call has its own
+        assert torch.equal(frozen_gemm(x[:, :0], weight, None, bias), bias.expand(rows, -1)), rows
 
 
 @pytest.mark.parametrize("name", FORMATS)
