@@ -1,6 +1,6 @@
-// Memory of large tensors that a step frees and the next step needs again: weight gradients, saved rows,
-// workspaces. The C library returns blocks of this size to the system at once, and the next step pays for
-// each page again, which can cost a tenth of a training step.
+// Memory of large tensors that a step frees and the next step needs again, for new_reused() of huge_pages.h:
+// weight gradients, saved rows, workspaces. The C library returns blocks of this size to the system at once,
+// and the next step pays for each page again, which can cost a tenth of a training step.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,5 @@
 // avx2_kernels(), for kernels_for.cpp: the kernels for AVX2 with FMA and F16C. isa_kernels.h makes them by
-// these macros.
+// the macros below.
 #if defined(__x86_64__)
 
 #define FMOE_TARGET "avx2,fma,f16c"

@@ -1,4 +1,5 @@
-// avx512_kernels(), for kernels_for.cpp: the kernels for AVX-512. isa_kernels.h makes them by these macros.
+// avx512_kernels(), for kernels_for.cpp: the kernels for AVX-512. isa_kernels.h makes them by the macros
+// below.
 #if defined(__x86_64__)
 
 #define FMOE_TARGET "avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"

@@ -1,5 +1,5 @@
 // avx512_bf16_kernels(), for kernels_for.cpp: bfloat16 by AVX-512's dot products of bfloat16 pairs, and of
-// bytes for integers. isa_kernels.h makes the table by these macros.
+// bytes for integers. isa_kernels.h makes the table by the macros below.
 #if defined(__x86_64__)
 
 #define FMOE_TARGET "avx512bf16,avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"

@@ -1,5 +1,5 @@
 // avx512_vnni_integers(), for kernels_for.cpp: the integer products of AVX-512 with VNNI (dot products of
-// bytes), for all types but double. isa_kernels.h makes them by these macros.
+// bytes), for all types but double. isa_kernels.h makes them by the macros below.
 #if defined(__x86_64__)
 
 #define FMOE_TARGET "avx512vnni,avx512f,avx512bw,avx512vl,avx512dq,avx2,fma,f16c"

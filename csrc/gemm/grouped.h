@@ -2,10 +2,10 @@
 // chunks of segments (chunks.h); add_jobs() cuts the columns of each segment's result into jobs, and a thread
 // computes one job by one of these:
 //   rows_by_weight             A W^T, W the expert's weight in the dtype of the tensors
-//   rows_by_packed             A W^T, weight packed in few bits (packed.h); where it may be, for few rows by
-//   rows_by_integers           rows of A rounded to 8 bits
+//   rows_by_packed             A W^T, W packed in few bits (packed.h)
+//   rows_by_integers           the same for few rows of A, rounded to 8 bits; rows_by_packed() calls it
 //   rows_by_weight_transposed  A W
-//   rows_by_packed_transposed  A W, weight packed
+//   rows_by_packed_transposed  A W, W packed
 //   multiply_transposed        A^T B, for gradients of weights
 // Each hands its tiles to the caller's epilogue, which adds the bias, activates and stores.
 #pragma once

@@ -1,5 +1,5 @@
-// kernels_for(dtype): the table of kernels for the instruction set in use, cpu_isa(). Tables are made of
-// those of all sets up to it, for the types that a set has no kernels of its own for.
+// kernels_for(dtype): the table of kernels for the instruction set in use, cpu_isa(). The kernels of a set
+// replace those of the sets below it, type by type.
 #include <torch/headeronly/util/Exception.h>
 
 #include <array>

@@ -1,5 +1,5 @@
-// neon_kernels(), for kernels_for.cpp: the kernels for 64-bit Arm: NEON, which every such processor has.
-// isa_kernels.h makes them by these macros.
+// neon_kernels(), for kernels_for.cpp: the kernels for 64-bit Arm, by NEON, which every such processor has.
+// isa_kernels.h makes them by the macros below.
 #if defined(__aarch64__)
 
 #define FMOE_NEON

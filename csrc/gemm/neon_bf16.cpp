@@ -1,5 +1,5 @@
 // neon_bf16_kernels(), for kernels_for.cpp: bfloat16 by 64-bit Arm's dot products of bfloat16 pairs (bfdot).
-// isa_kernels.h makes the table by these macros.
+// isa_kernels.h makes the table by the macros below.
 #include "isa.h"
 
 #if defined(FMOE_HAS_NEON_BF16)

@@ -1,6 +1,6 @@
-// The gates with balance losses, make_gate() for the options of a layer, and what a training loop calls of
-// all gates of a model (total_loss, after_optimizer_step): SoftmaxGate, SigmoidGate, NoisyGate, SwitchGate,
-// GShardGate. The same as fmoe_ext/gates/<gate>.py; options that are not here are Python's alone.
+// The gates with balance losses: SoftmaxGate, SigmoidGate, NoisyGate, SwitchGate, GShardGate. make_gate()
+// makes one for a layer's options; a training loop calls total_loss() and after_optimizer_step() for all
+// gates of a model. The same as fmoe_ext/gates/<gate>.py; options that are not here are Python's alone.
 #pragma once
 
 #include <cmath>
