@@ -67,8 +67,8 @@ inline Indices as_indices(const Tensor& idx) {  // of a tensor that passed check
   return {idx.const_data_ptr(), idx.scalar_type() == ScalarType::Long};
 }
 
-// Where the elements lie, to read or to write. By const_data_ptr, as mutable_data_ptr would copy a lazy clone
-// that is only read.
+// Where the elements lie of a tensor that is read, or is new. By const_data_ptr, as mutable_data_ptr would
+// copy a lazy clone (a tensor that shares its memory until one of both is written) that is only read.
 template <typename T = void>
 T* data(const Tensor& t) {
   return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
@@ -76,6 +76,11 @@ T* data(const Tensor& t) {
 template <typename T = void>
 T* data(const std::optional<Tensor>& t) {
   return t ? data<T>(*t) : nullptr;
+}
+// Where the elements lie of the caller's tensor that is written.
+template <typename T = void>
+T* data_to_write(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
 }
 
 }  // namespace fmoe_ext

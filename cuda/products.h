@@ -1,7 +1,7 @@
-// The products of grouped_gemm and expert_mlp over one set of expert-major rows. Each is computed by the
-// kernel that select.h names, or, where it won its race on this device, by torch's grouped_mm between our
-// kernels: rows are gathered before it, and biases, factors, activations and main gradients are applied after
-// it.
+// The products of grouped_gemm and expert_mlp over one set of expert-major rows: ops_gemm_cuda.cpp makes one
+// Products a call of an operator. Each product is computed by the kernel that select.h names, or, where it
+// was the faster one on this device (gpu/races.py), by torch's grouped_mm between our kernels: rows are
+// gathered before it, and biases, factors, activations and main gradients are applied after it.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -41,7 +41,7 @@ inline bool tf32_allowed() {
 
 class Products {
  public:
-  // matrices: all that the products read, biases too, contiguous, the rows' type first.
+  // matrices: all that the products read, biases too, contiguous; the first has the rows' dtype.
   Products(const Tensor& offs, int64_t num_rows, const std::vector<std::optional<Tensor>>& matrices,
            LaunchStream stream)
       : like_(*matrices.front()),
@@ -137,11 +137,11 @@ class Products {
     if (by_torch(task, main_grad ? TorchProduct::main_grad : TorchProduct::grad_weight)) {
       const Tensor product = torch_grouped_mm(gathered(a), gathered(b), clamped_offs(), true, false);
       launch_finish_weight_grad(dtype(), data(product), offs_, num_experts_, num_rows_, a.width * b.width,
-                                data<float>(main_grad), stream_);
+                                main_grad ? data_to_write<float>(*main_grad) : nullptr, stream_);
       return main_grad ? none : product;
     }
     const Tensor out = main_grad ? none : torch::stable::new_empty(like_, {num_experts_, a.width, b.width});
-    const WeightGrad grad{data(main_grad ? *main_grad : out), main_grad.has_value()};
+    const WeightGrad grad{main_grad ? data_to_write(*main_grad) : data(out), main_grad.has_value()};
     task.matrices.push_back(grad.data);
     const Entry* entry = fmoe_ext::select(task);
     if (entry)

@@ -1,4 +1,5 @@
-// What the launchers of the Hopper kernels share: dispatch, launches, tensor maps.
+// What the launchers of the Hopper kernels share (sm90_*.cu, on the host): dispatch by dtype, launches, and
+// tensor maps, by which TMA knows where a tensor lies.
 #pragma once
 
 #include "sm90.cuh"
@@ -28,7 +29,10 @@ Function driver_function(const char* name, int since_version) {
   cudaDriverEntryPointQueryResult found;
   const cudaError_t error =
       cudaGetDriverEntryPointByVersion(name, &entry, since_version, cudaEnableDefault, &found);
-  if (error != cudaSuccess || found != cudaDriverEntryPointSuccess)
+  if (error != cudaSuccess)  // perhaps of an earlier kernel, which is reported by the next call
+    throw std::runtime_error(std::string("fmoe_ext: asking the CUDA driver for ") + name +
+                             " failed: " + cudaGetErrorString(error));
+  if (found != cudaDriverEntryPointSuccess)
     throw std::runtime_error(std::string("fmoe_ext: the CUDA driver has no ") + name +
                              ": a driver for CUDA 12.0 or newer is needed");
   return reinterpret_cast<Function>(entry);
@@ -63,6 +67,7 @@ struct TensorMapShape {
 // bytes; throws when the driver refuses.
 template <class T>
 void encode_tensor_map(CUtensorMap* map, const void* base, const TensorMapShape& shape) {
+  static_assert(std::is_same_v<T, float> || std::is_same_v<T, __half> || std::is_same_v<T, __nv_bfloat16>);
 #ifdef __CUDACC__
   static const auto encode =
       driver_function<decltype(&cuTensorMapEncodeTiled)>("cuTensorMapEncodeTiled", 12000);

@@ -60,6 +60,21 @@ def test_grouped_gemm_into_main_gradient(emulated, counts, dtype, sm):
         torch.testing.assert_close(shifted[there], main[there] / 2, rtol=1e-5, atol=1e-4)
 
 
+@pytest.mark.parametrize(("dtype", "sm"), [(torch.float32, 80), (torch.bfloat16, 90)])
+def test_main_gradient_that_is_a_lazy_clone_leaves_the_original(emulated, dtype, sm):
+    generator = torch.Generator().manual_seed(0)
+    x, weight, grad = (
+        torch.randn(shape, generator=generator).to(dtype) for shape in ((5, 8), (2, 16, 8), (5, 16))
+    )
+    original = torch.zeros(2, 16, 8)
+    main = torch._lazy_clone(original)
+    offs = torch.tensor([3, 5], dtype=torch.int32)
+    emulated.grouped_gemm_backward(grad, x, weight, offs, [False, True, False], main)
+    expected = torch.stack([grad[a:b].float().mT @ x[a:b].float() for a, b in ((0, 3), (3, 5))])
+    torch.testing.assert_close(main, expected)
+    assert not original.any()
+
+
 @pytest.mark.parametrize(("dtype", "sm"), PLACES)
 @pytest.mark.parametrize("activation", ["gelu", "swiglu"])
 def test_expert_mlp_into_main_gradients(emulated, activation, dtype, sm):
