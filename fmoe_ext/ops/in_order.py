@@ -188,6 +188,10 @@ def _attention(
     if is_causal and attn_mask is not None:
         raise RuntimeError("attn_mask must be None with is_causal=True")
     query, key, value = cast_for_autocast(query, key, value)
+    if not enable_gqa:  # as torch does; with it, the heads have other rules
+        masks = () if attn_mask is None else (attn_mask.shape[:-2],)
+        sizes = torch.broadcast_shapes(*(t.shape[:-2] for t in (query, key, value)), *masks)
+        query = query.expand(*sizes, *query.shape[-2:])
     *batch, num_rows, width = query.shape
     scale = width**-0.5 if scale is None else scale
     at_once = max(1, _MOST_LOGITS // max(1, math.prod(batch) * key.shape[-2]))
@@ -242,14 +246,19 @@ def _softmax(func: Any, input: Tensor, dim: int | None = None, *more: Any, **opt
         return func(input, dim, *more, **options)
     x = input if dtype is None else input.to(dtype)
     wide = x.to(torch.promote_types(x.dtype, torch.float32)).movedim(dim, -1)
-    return _softmax_of_rows(wide, func in _LOGARITHMS).movedim(-1, dim).to(x.dtype)
+    y = _softmax_of_rows(wide, func in _LOGARITHMS).movedim(-1, dim).to(x.dtype)
+    return y if options.get("out") is None else _write(options["out"], y)
 
 
 _LOGARITHMS = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
 
 
-def _logsumexp(func: Any, input: Tensor, dim: Any, keepdim: bool = False) -> Tensor:
-    if not _is_covered(input) or not isinstance(dim, int):
+def _logsumexp(
+    func: Any, input: Tensor, dim: Any, keepdim: bool = False, *, out: Tensor | None = None
+) -> Tensor:
+    if out is not None:
+        return _write(out, _logsumexp(func, input, dim, keepdim))
+    if not _is_covered(input) or not isinstance(dim, int) or input.numel() == 0:
         return func(input, dim, keepdim)
     largest = input.amax(dim, keepdim=True)
     is_infinite = largest.isinf()  # a row of -inf alone, or one with inf: its largest is the result
@@ -290,11 +299,13 @@ def _sum(func: Any, input: Tensor, *args: Any, **options: Any) -> Tensor:
     if not _is_covered(input) or not isinstance(dim, int) or input.dim() == 0:
         return func(input, *args, **options)
     last = input.movedim(dim, -1).contiguous()
+    out = options.pop("out", None)
     options = {**names, **options, "dim": -1}
     # torch divides one long row among its threads, but never a row of several
     is_divided = last.shape[-1] == last.numel() >= _ONE_PART
     y = func(torch.stack((last, last)), **options)[0] if is_divided else func(last, **options)
-    return y.movedim(-1, dim) if options.get("keepdim") else y
+    y = y.movedim(-1, dim) if options.get("keepdim") else y
+    return y if out is None else _write(out, y)
 
 
 _OF_NUMPY = MappingProxyType({"axis": "dim", "keepdims": "keepdim"})  # names that torch takes too

@@ -115,6 +115,13 @@ def test_out_gets_the_size_of_the_result(size):
         (torch.addmm, (y, a, b)),
         (torch.sigmoid, (y,)),
         (torch.pow, (y.abs(), 1.3)),
+        (torch.softmax, (y, 0)),
+        (torch.log_softmax, (y, 1)),
+        (torch.logsumexp, (y, 0)),
+        (torch.logsumexp, (y, 1, True)),
+        (torch.sum, (y, 0, True)),
+        (torch.mean, (y, 0)),
+        (torch.sum, (randn(40000), 0)),  # which threads would share
     ):
         with batch_invariant():
             out = torch.empty(size)
@@ -505,6 +512,10 @@ def test_every_way_to_call_a_function_is_that_of_torch():
             2j * (a[0] + 1j),
             torch.mul(a[0], 1 + 2j),
             a[0].clone().mul_(3),
+            torch.zeros(2, 0).logsumexp(1),
+            torch.zeros(0, 2).logsumexp(1),
+            F.scaled_dot_product_attention(a[:1], a, a),
+            F.scaled_dot_product_attention(a[:, None], a[:1], a, attn_mask=values.expand(2, 1, 1, 3)),
         ]
 
     expected = results()
