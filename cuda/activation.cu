@@ -1,5 +1,7 @@
-// The activation of the expert MLP between its two products, and its gradient; one warp a row, 16 bytes of
-// each operand at a time wherever the widths and the pointers allow it.
+// The activation of the expert MLP between its two products, and its gradient. products.h calls them where
+// the product beside them is not computed by a Hopper kernel, which activates in its epilogue; contracts in
+// launchers.h. One warp a row, 16 bytes of h, a and their gradients at a time where widths and pointers allow
+// it.
 #include "activation.cuh"
 #include "grouped_rows.cuh"
 
@@ -32,8 +34,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-// From grad [R, H], the gradient of the unscaled result: dh = scale act'(h) grad, scaled_a = scale act(h),
-// and dscale = <grad, act(h)> + <dy, b2>, by choice.
+// From grad [R, H], the gradient of the unscaled result a: dh = scale grad da/dh, scaled_a = scale a, and,
+// unless dscale is null, dscale[choice of the row] = <grad, a> + <dy, b2>. scale is the weight of the row's
+// choice.
 template <typename T, CurveKind kActivation, int kVec>
 __global__ void __launch_bounds__(kThreads, 2)
     activation_backward_kernel(const T* __restrict__ grad, ActivationRows rows, const T* __restrict__ dy,

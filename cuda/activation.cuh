@@ -13,7 +13,7 @@ struct ValueAndSlope {
   A value, slope;
 };
 
-// sqrt(2 / pi), what the cube is multiplied by, and 1 / sqrt(2 pi)
+// Of GELU: sqrt(2 / pi) and what the cube is multiplied by in its tanh form, and 1 / sqrt(2 pi).
 constexpr double kGeluRoot = 0.79788456080286535588, kGeluCubic = 0.044715,
                  kGaussian = 0.39894228040143267794;
 template <typename A>
@@ -54,7 +54,8 @@ __device__ __forceinline__ ValueAndSlope<A> activate(A x) {
   return x > 0 ? ValueAndSlope<A>{x, 1} : ValueAndSlope<A>{x != x ? x : A(0), 0};  // relu
 }
 
-// What the gate is multiplied by, of up, and its slope.
+// What the activated gate is multiplied by, computed from up, and its slope: up, clamped and increased by 1
+// beside clamped_silu. (The factor of a row is another: grouped_rows.cuh.)
 template <CurveKind kActivation, typename A>
 __device__ __forceinline__ ValueAndSlope<A> factor_of(A up) {
   if constexpr (kActivation != CurveKind::clamped_silu) return {up, 1};
@@ -92,6 +93,7 @@ __device__ __forceinline__ ValueAndSlope<float> activate_fast(float x) {
   }
 }
 
+// Calls body with a std::integral_constant of the curve.
 template <class Body>
 void dispatch_activation(CurveKind activation, const Body& body) {
   switch (activation) {

@@ -1,5 +1,6 @@
-// What every kernel file needs: launch(), shared memory, warp reductions, element conversions, 16-byte
-// vectors.
+// What every kernel file needs: launch(), which throws where a launch is refused, shared memory, warp
+// reductions, element conversions, 16-byte vectors. nvcc compiles it for a GPU; under g++ (FMOE_EMULATOR) the
+// names of CUDA are those of tests/emulator.
 #pragma once
 
 #include <algorithm>
@@ -25,8 +26,8 @@
 namespace fmoe_ext {
 
 #ifdef __CUDACC__
-// Lets a kernel have more shared memory than a block has by itself; asked for once a thread, kernel and
-// device.
+// Lets a kernel have more shared memory than a block has by itself. Asked for once by each thread of the
+// host, for each kernel and device: a kernel that needs so much always needs the same.
 inline cudaError_t allow_shared(const void* kernel, size_t shared_bytes) {
   if (shared_bytes <= kStaticSharedBytes) return cudaSuccess;
   thread_local std::vector<std::pair<const void*, int>> allowed;
@@ -63,7 +64,8 @@ using Stream = cudaStream_t;
 
 constexpr unsigned kFullMask = 0xffffffffu;
 
-// Kernels loop over what a larger grid would cover; under the emulator they do at once.
+// Blocks of a grid, at most: kernels loop over what is left. The emulator's grid is small, so that its tests
+// loop.
 #ifdef FMOE_EMULATOR
 constexpr int kMaxGrid = 2;
 #else
@@ -78,7 +80,7 @@ inline unsigned grid_for(int64_t blocks) {
   return static_cast<unsigned>(blocks < kMaxGrid ? blocks : kMaxGrid);
 }
 
-// ---- elements: T as stored, acc_t<T> as computed with
+// ---- elements: stored as T, computed with as acc_t<T>, which is float, or double for double
 template <typename T>
 struct Acc {
   using type = float;
@@ -176,7 +178,7 @@ __device__ __forceinline__ T warp_sum(T v) {
   for (int step = 16; step > 0; step /= 2) v += __shfl_xor_sync(kFullMask, v, step);
   return v;
 }
-// The sum of this lane's value and those of the lanes before it.
+// The sum of this lane's value and those of the lanes before it (inclusive).
 template <typename T>
 __device__ __forceinline__ T warp_prefix_sum(T v) {
   for (int step = 1; step < 32; step *= 2) {

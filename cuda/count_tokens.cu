@@ -1,6 +1,6 @@
-// Counts the choices of each expert, in counts that are zero on entry; numbers outside [0, E) are skipped. A
-// block counts in shared memory, if all experts fit, and adds that to the counts at its end. Integer atomics:
-// the order of the additions does not show in the result.
+// The operator count_tokens, for ops_cuda.cpp: counts the choices of each expert, in counts that are zero on
+// entry; numbers outside [0, E) are skipped. A block counts in shared memory, if all experts fit, and adds
+// that to the counts at its end. Integer atomics: the order of the additions does not show in the result.
 #include "common.cuh"
 
 namespace fmoe_ext {

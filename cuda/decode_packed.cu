@@ -6,9 +6,9 @@
 // in float as csrc/gemm/decode.h does it, operation by operation, and rounded once: the bits are the CPU's.
 //
 // The pass is bound by memory: of most formats 4 bits are read and 16 written for a number. So a warp takes a
-// row, a thread 8 columns, which it stores by one access of 16 bytes; 8 columns never straddle a block, whose
-// scale is looked up once. Columns and places in a row are 32-bit numbers, and the group of a column is found
-// by a multiplication (Divisor): 64-bit divisions were most of the instructions.
+// row, a thread 8 columns, which it stores by one access of 16 bytes (float32: two); 8 columns never straddle
+// a block, whose scale is looked up once. Columns and places in a row are 32-bit numbers, and the group of a
+// column is found by a multiplication (Divisor): 64-bit divisions were most of the instructions.
 #include "grouped_rows.cuh"
 #include "gemm/packed.h"
 
@@ -82,11 +82,11 @@ struct Source {
 
 // One row of a packed weight.
 struct Row {
-  const uint8_t* data;
-  const char* scale;
-  const int32_t* zero;
-  int zero_shift;
-  const float* factors;
+  const uint8_t* data;   // its codes, and in GGUF's formats its scales
+  const char* scale;     // its scales; null if they lie in data
+  const int32_t* zero;   // int4: words of zero points, one a group, of 8 rows each; or null
+  int zero_shift;        // where this row's four bits are in such a word
+  const float* factors;  // nvfp4: the row's two numbers, a factor and a divisor of its scales
 };
 
 template <PackedFormat format>

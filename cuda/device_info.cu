@@ -1,4 +1,5 @@
-// What the selection of kernels asks of the current device.
+// What products.h asks of the current device, to choose a kernel (select.h) and its grid; contracts in
+// launchers.h.
 #include "common.cuh"
 
 namespace fmoe_ext {

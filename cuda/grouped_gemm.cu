@@ -1,5 +1,6 @@
-// Matrix products over the rows of each expert, for every dtype, on any device from sm_80. Deterministic:
-// each element of a result is summed in one fixed order, without atomics.
+// The portable matrix products over the rows of each expert, for every dtype, on any device from sm_80:
+// products.h calls them where select.h names no Hopper kernel and torch's product is not taken; contracts in
+// launchers.h. Deterministic: each element of a result is summed in one fixed order, without atomics.
 #include "tile_gemm.cuh"
 
 namespace fmoe_ext {

@@ -22,8 +22,8 @@ __device__ __forceinline__ RowRange rows_of(const int* __restrict__ offs, int nu
 // `index`; every lane of the warp must call it, and all get the same answer.
 template <class Int>  // holds the number of rows
 struct TileOwner {
-  int expert;  // num_experts: padding; -1: there is no such tile
-  Int first_tile, begin, end;
+  int expert;                  // num_experts: padding; -1: there is no such tile
+  Int first_tile, begin, end;  // number of the owner's first tile; its rows
 };
 template <class Int>
 static __device__ TileOwner<Int> find_tile_owner(const int* __restrict__ offs, int num_experts,
@@ -62,11 +62,13 @@ __device__ __forceinline__ TilePlace<Int> tile_place(Int index, Int rows, Int co
 }
 constexpr int kGroupRows = 2048;  // elements of a group of tiles
 
+// No more tiles of `height` rows than these: every expert, and the padding, may end in a tile that is not
+// full.
 inline int64_t max_row_tiles(int64_t num_rows, int num_experts, int height) {
   return num_rows / height + num_experts + 1;
 }
 
-// The factor of row r.
+// The factor of row r: 1 without weights, 0 where its index is out of range.
 template <typename A>
 __device__ __forceinline__ A factor_of(const RowScale& scale, int64_t r) {
   if (!scale.weights) return 1;

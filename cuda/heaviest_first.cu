@@ -1,6 +1,6 @@
-// The experts in the order of their rows, most first: what a persistent grid takes in turn
-// (sm90_grad_weight.cu) is then shared out evenly. One warp an expert, which counts those that come before
-// it.
+// Orders the experts by their number of rows, most first: what the persistent grid of sm90_grad_weight.cu
+// takes in turn is then shared out evenly. products.h launches it before that kernel, once a backward;
+// contract in launchers.h. One warp an expert, which counts those that come before it.
 #include "grouped_rows.cuh"
 
 namespace fmoe_ext {

@@ -1,4 +1,7 @@
-// The launchers of every kernel file: plain pointers and a stream, no torch. Letters as in csrc/ops.cpp.
+// The launchers of every kernel file, with their contracts: plain pointers and a stream, no torch.
+// The ops_*.cpp files and products.h call them. Matrices are contiguous, on the current device and allocated
+// by the caller; a launcher returns once its kernels are queued, and throws std::runtime_error where a launch
+// is refused. Letters as in csrc/ops.cpp.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +28,7 @@ struct DeviceInfo {
   int num_sms;
 };
 DeviceInfo current_device_info();
-bool is_capturing(LaunchStream);  // a graph
+bool is_capturing(LaunchStream);  // a CUDA graph
 
 // An index tensor as the ops accept it.
 struct Indices {
@@ -37,7 +40,8 @@ struct Indices {
 void launch_count_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int64_t* tokens_per_expert,
                          LaunchStream);
 
-// ---- sort_tokens.cu: workspace holds rank_workspace_ints()
+// ---- sort_tokens.cu: workspace holds rank_workspace_ints() ints. Results of sort_tokens: tokens_per_expert
+// and offs [E], row_idx [T * K], inverse [T, K]; of apply_capacity: out like topk_idx [T, K], capacity is [E]
 constexpr int kMaxSortExperts = kStaticSharedBytes / sizeof(int);
 int64_t rank_workspace_ints(int64_t num_choices, int num_experts);
 void launch_sort_tokens(Indices topk_idx, int64_t num_choices, int num_experts, int* workspace,
@@ -45,7 +49,9 @@ void launch_sort_tokens(Indices topk_idx, int64_t num_choices, int num_experts, 
 void launch_apply_capacity(Indices topk_idx, int64_t num_tokens, int64_t top_k, int num_experts,
                            const int64_t* capacity, int* workspace, void* out, LaunchStream);
 
-// ---- permute.cu: weights and their gradient in float, double for f64; num_choices is T * K
+// ---- permute.cu: weights [T, K] and their gradient in float, double for f64, null: every weight is 1;
+// num_choices is T * K. permute: out [R, ..] of any dtype = x [T, ..] of the rows' tokens; unpermute: out [T,
+// width] = the weighted sums of each token's rows of y [R, width]
 void launch_permute(const void* x, const int* row_idx, int64_t num_rows, int64_t num_choices, int top_k,
                     int64_t row_bytes, void* out, LaunchStream);
 void launch_unpermute(Dtype, const void* y, const int* inverse, const void* weights, int64_t num_tokens,
@@ -55,7 +61,7 @@ void launch_unpermute_backward(Dtype, const void* grad_out, const void* y, const
                                const void* weights, int64_t num_rows, int64_t num_choices, int top_k,
                                int64_t width, void* grad_y, void* grad_weights, LaunchStream);
 
-// ---- topk_gate.cu: bias in float, double for f64
+// ---- topk_gate.cu: bias [E] in float, double for f64, or null; topk_idx and topk_weights [T, K]
 struct GateParams {
   int num_experts, top_k, num_groups, topk_groups;
   bool sigmoid, normalize;

@@ -1,4 +1,6 @@
-// The routing ops on CUDA tensors: checks, allocation, launch. The kernels are in <op>.cu.
+// The routing ops and their gradients on CUDA tensors (count_tokens, sort_tokens, apply_capacity, permute,
+// unpermute, topk_gate): checks, allocation, launch. The kernels are in the .cu files, under launchers.h's
+// contracts.
 //
 // The values of index tensors are not checked here, for that would synchronise: kernels take an index out of
 // range for a dropped choice.

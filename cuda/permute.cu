@@ -1,5 +1,6 @@
-// Row gather, weighted gather-and-sum and the gradient of the latter. Memory-bound: 16-byte accesses wherever
-// the row length and the pointers allow them.
+// The operators permute, unpermute and unpermute_backward, for ops_cuda.cpp and the products of expert_mlp:
+// row gather, weighted gather-and-sum and the gradient of the latter; contracts in launchers.h. Memory-bound:
+// 16-byte accesses wherever the row length and the pointers allow them.
 #include "common.cuh"
 
 namespace fmoe_ext {

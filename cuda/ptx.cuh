@@ -89,14 +89,15 @@ PTX_FN void ldmatrix_x4(uint32_t (&r)[4], uint32_t p) {
                  : "r"(p)
                  : "memory");
 }
-// Everything below needs sm_90a; it is compiled only where a kernel instantiates or calls it.
+// Everything below is for sm_90a; it is compiled only where a kernel instantiates or calls it.
 PTX_FN void stmatrix_x4(uint32_t p, uint32_t a, uint32_t b, uint32_t c, uint32_t d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(p), "r"(a), "r"(b),
                "r"(c), "r"(d)
                : "memory");
 }
 
-// ---- mbarriers
+// ---- mbarriers: barriers in shared memory that threads and asynchronous copies arrive at; a wait is for the
+// end of a phase, named by its parity
 PTX_FN void mbar_init(uint32_t bar, uint32_t count) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(bar), "r"(count));
 }
@@ -119,7 +120,7 @@ PTX_FN void cp_async_mbar_arrive_noinc(uint32_t bar) {
 PTX_FN void fence_mbar_init() { asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory"); }
 PTX_FN void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// ---- TMA
+// ---- TMA copies a box of a tensor (a CUtensorMap) by its coordinates, of the fastest dimension first
 PTX_FN void tma_load(uint32_t dst, const CUtensorMap* map, uint32_t bar, int c0, int c1) {
   asm volatile(
       "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3,%4}], "

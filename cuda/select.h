@@ -1,9 +1,9 @@
-// Which kernel computes a product of grouped_gemm and expert_mlp. Of ours the table alone decides, from
-// dtype, shape and device, never from a value on the device; what no entry fits is computed by the portable
-// kernels. Before it, torch's grouped_mm takes the classes of products at which it won its races
-// (torch_takes).
+// Which kernel computes a product of grouped_gemm and expert_mlp: products.h asks torch_takes(), then
+// select(). Torch's grouped_mm takes the classes of products at which it won its races, which are timed
+// comparisons with our kernels (gpu/races.py). Of ours the table alone decides, from dtype, sizes, alignment
+// and device, never from a value on the device; what no entry fits is computed by the portable kernels.
 //
-// Entries are switched on and off by name (ops_select.cpp): those that a GPU has not proved are off.
+// Entries are switched on and off by name (ops_select.cpp): gpu/kernels.py turns off what no GPU has proved.
 #pragma once
 
 #include <algorithm>
@@ -35,7 +35,7 @@ struct Task {
   int64_t N = 0, K = 0;  // of rows_by_weight and grad_input: columns of the result, and terms
 };
 
-// Beyond what an entry needs, when it is the best of those that could.
+// Beyond what an entry needs: whether it is the best of those that could.
 using Preference = bool (*)(const Task&);
 inline bool always(const Task&) { return true; }
 
@@ -126,8 +126,9 @@ inline GroupedMm grouped_mm_on(int capability, Dtype dtype) {
   return has_kernels ? GroupedMm{false, 1023} : GroupedMm{true, INT32_MAX};
 }
 
-// A class of problems: a product, "16 bits" or "tf32", and rows an expert on average. 16 bits are raced in
-// bfloat16; what torch wins holds for float16 too, whose groups it loops over on the host on every device.
+// A class of problems: a product, "16 bits" or "tf32", and rows an expert on average. 16 bits are timed in
+// bfloat16, and what torch wins there holds for float16 too, whose groups it multiplies one by one, in a loop
+// on the host that first reads offs.
 enum class TorchProduct { up, rows_by_weight, grad_hidden, grad_input, grad_weight, main_grad };
 inline constexpr const char* kTorchProducts[] = {"up",         "rows_by_weight", "grad_hidden",
                                                  "grad_input", "grad_weight",    "main_grad"};
@@ -149,8 +150,8 @@ inline std::string torch_class_name(int i) {
 inline std::atomic<uint64_t> torch_wins{0};  // bit i stands for class i
 inline std::atomic<int64_t> torch_runs[6];   // how often torch computed each product
 
-// True if torch's grouped_mm is to compute a product, and can: without copies of what it is given, and in a
-// graph under capture without a read by the host. tf32_allowed is asked of float32 alone.
+// True if torch's grouped_mm won the class of a product and can compute it: without copies of what it is
+// given, and in a graph under capture without a read by the host. tf32_allowed is asked of float32 alone.
 template <class IsCapturing, class Allowed>
 bool torch_takes(const Task& task, TorchProduct product, const IsCapturing& is_capturing,
                  const Allowed& tf32_allowed) {

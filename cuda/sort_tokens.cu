@@ -1,5 +1,6 @@
-// Stable counting sort of the choices by expert, and the capacity of experts: both need the rank of each
-// choice among those of its expert, without an atomic whose order would show.
+// The operators sort_tokens and apply_capacity, for ops_cuda.cpp; contracts in launchers.h. Stable counting
+// sort of the choices by expert, and the capacity of experts: both need the rank of each choice among those
+// of its expert, without an atomic whose order would show.
 //
 // The choices are cut into tiles, one per block, and a tile into one stretch per warp. count_tiles_kernel
 // counts each tile's choices of each expert, scan_tiles_kernel turns the counts into the rank of each tile's

@@ -1,7 +1,8 @@
 """Digests of the sources of the GPU kernels, by which `fmoe gpu prove` knows what a proof is about.
 
 One for each file of Hopper kernels and one for all portable kernels, so that an edit voids the proofs of what it
-reaches and no others. What is built is decided by the file, the headers that it includes and the compiler's options.
+reaches and no others. A digest is of the words of a file and of the headers that it includes, and of the compiler's
+options; the compiler's version does not count. setup.py puts them into the module (ops_select.cpp hands them out).
 """
 
 import hashlib
@@ -20,7 +21,7 @@ PORTABLE = "portable"
 def digests(options: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
     """{file of Hopper kernels, or "portable": 16 hexadecimal digits}.
 
-    Comments, white space and prototypes, of what other files define, do not count.
+    options: of the compiler, which decide the code. Comments, white space and prototypes do not count.
     """
     hopper = sorted(Path(root, "cuda").glob("sm90_*.cu"))
     others = [path for path in Path(root, "cuda").glob("*.cu") if path not in hopper]

@@ -1,5 +1,5 @@
-// The portable matrix product of one thread block, acc [kM, kN] += A [kM, k] B [kN, k]^T: mma_tile.cuh for
-// 16-bit types, fma_tile.cuh for float32, and here plain fused multiply-adds for float64.
+// The portable matrix product of one thread block of grouped_gemm.cu, acc [kM, kN] += A [kM, k] B [kN, k]^T:
+// mma_tile.cuh for 16-bit types, fma_tile.cuh for float32, and here plain fused multiply-adds for float64.
 #pragma once
 
 #include "fma_tile.cuh"

@@ -1,5 +1,6 @@
-// Scores, group-limited selection and weights: one warp a token, the values that order the experts in shared
-// memory.
+// The operator topk_gate and its gradient, for ops_cuda.cpp; contracts in launchers.h. From logits [T, E] the
+// K chosen experts of each token (lower index first among equals) and their weights: scores, group-limited
+// selection, weights. One warp a token; the values that order the experts lie in shared memory.
 //
 // Without a bias the experts are ordered by logit: both scores grow with it, and no two logits merge by
 // rounding.
@@ -57,7 +58,7 @@ __device__ __forceinline__ A minus_infinity() {
   return -static_cast<A>(INFINITY);
 }
 
-// softmax(logits)[e] = std::exp(logits[e] - largest) / sum
+// What a softmax needs of all logits: softmax(logits)[e] = std::exp(logits[e] - largest) / sum.
 template <typename A>
 struct SoftmaxTotals {
   A largest, sum;

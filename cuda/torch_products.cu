@@ -1,5 +1,5 @@
-// What torch's grouped_mm leaves to do beside our kernels: offs that it may trust, biases, factors, padding,
-// experts without rows, and main gradients.
+// What torch's grouped_mm leaves to do where products.h takes its product: offs that it may trust, biases,
+// factors, padding, experts without rows, and main gradients; contracts in launchers.h.
 #include "grouped_rows.cuh"
 
 namespace fmoe_ext {
