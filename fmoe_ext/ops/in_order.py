@@ -182,7 +182,8 @@ def _attention(
 
     query [..., Q, C], key and value [..., S, C], a part of the rows at once so that logits [..., Q, S] stay small.
     """
-    if not _is_covered(query, key, value) or query.dim() < 3 or query.numel() == 0:
+    is_empty = 0 in (query.numel(), key.numel(), value.numel())
+    if is_empty or not _is_covered(query, key, value) or query.dim() < 3:
         options = {"scale": scale, "enable_gqa": enable_gqa}
         return func(query, key, value, attn_mask, dropout_p, is_causal, **options)
     if is_causal and attn_mask is not None:
@@ -362,27 +363,29 @@ def _rsqrt(func: Any, input: Any, **options: Any) -> Any:
 EXACT_POWERS = frozenset((0, 0.5, 1, 2, 3))  # products and square roots, rounded alike at every place
 
 
-def _power(func: Any, base: Any, exponent: Any, **options: Any) -> Any:
+def _power(func: Any, input: Any, exponent: Any, **options: Any) -> Any:
     if isinstance(exponent, Tensor):
-        return _of_pairs(func, base, exponent, **options)
-    if isinstance(base, (int, float)) or exponent in EXACT_POWERS:
-        return func(base, exponent, **options)
-    return _of_elements(func, base, exponent, **options)
+        return _of_pairs(func, input, exponent, **options)
+    if isinstance(input, (int, float)) or exponent in EXACT_POWERS:
+        return func(input, exponent, **options)
+    return _of_elements(func, input, exponent, **options)
 
 
 def _power_of_number(func: Any, exponent: Tensor, base: float) -> Any:
     return _of_elements(func, exponent, base)
 
 
-def _of_pairs(func: Any, a: Any, b: Any, **options: Any) -> Any:
+def _of_pairs(func: Any, input: Any, other: Any, **options: Any) -> Any:
     """Call a function of two tensors, or of one and a number, on memory that gives each thread whole vectors."""
-    tensors = [t for t in (a, b) if isinstance(t, Tensor)]
+    tensors = [t for t in (input, other) if isinstance(t, Tensor)]
     if options or not _is_covered(*tensors) or len({t.dtype for t in tensors}) > 1:
-        return func(a, b, **options)
+        return func(input, other, **options)
     shape = torch.broadcast_shapes(*(t.shape for t in tensors))
     num = math.prod(shape)
     rest = whole_vectors(num) - num if num else 0
-    a, b = (F.pad(t.expand(shape).reshape(-1), (0, rest)) if isinstance(t, Tensor) else t for t in (a, b))
+    a, b = (
+        F.pad(t.expand(shape).reshape(-1), (0, rest)) if isinstance(t, Tensor) else t for t in (input, other)
+    )
     return func(a, b)[:num].view(shape)
 
 
@@ -393,8 +396,9 @@ def _add(func: Any, input: Any, other: Any, *, alpha: Any = 1, **options: Any) -
     """
     if alpha == 1 or options or not _is_covered(input, other) or input.itemsize > 2 < other.itemsize:
         return func(input, other, alpha=alpha, **options)
-    wide = func(input.float(), other.float() * alpha)
-    return wide.to(torch.promote_types(input.dtype, other.dtype))
+    narrow = torch.result_type(input, other)
+    wide = torch.promote_types(narrow, torch.float32)
+    return func(input.to(wide), other.to(wide) * alpha).to(narrow)
 
 
 def _add_to(func: Any, input: Any, other: Any, *, alpha: Any = 1) -> Any:
@@ -404,19 +408,16 @@ def _add_to(func: Any, input: Any, other: Any, *, alpha: Any = 1) -> Any:
     return input.copy_(_add(out_of_place, input, other, alpha=alpha))
 
 
-def _multiply(func: Any, a: Any, b: Any, **options: Any) -> Any:
+def _multiply(func: Any, input: Any, other: Any, **options: Any) -> Any:
     """Multiply complex numbers by products of their parts, which torch rounds otherwise in vectors than one by one."""
-    if (
-        not ((isinstance(a, Tensor) and a.is_complex()) or (isinstance(b, Tensor) and b.is_complex()))
-        or options
-    ):
-        return func(a, b, **options)
-    tensors = [t for t in (a, b) if isinstance(t, Tensor)]
+    tensors = [t for t in (input, other) if isinstance(t, Tensor)]
+    if options or not any(t.is_complex() for t in tensors):
+        return func(input, other, **options)
     if any(type(t) not in (Tensor, nn.Parameter) or t.device.type != "cpu" for t in tensors):
-        return func(a, b)
+        return func(input, other)
     (a_real, a_imag), (b_real, b_imag) = (
         (t.real, t.imag) if isinstance(t, complex) or (isinstance(t, Tensor) and t.is_complex()) else (t, 0)
-        for t in (a, b)
+        for t in (input, other)
     )
     real: Any = a_real * b_real - a_imag * b_imag
     imag: Any = a_real * b_imag + a_imag * b_real
