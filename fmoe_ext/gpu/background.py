@@ -1,4 +1,7 @@
-"""Race the kernels in a process of their own, on a GPU that has only the proof of another model of its capability."""
+"""Race the kernels in a process of their own, on a GPU that has only the proof of another model of its capability.
+
+kernels.py calls race() at the first product on such a device. Races time each kernel against what there is without it.
+"""
 
 import logging
 import os

@@ -18,7 +18,7 @@ from fmoe_ext.frozen import Quantized, frozen_mlp
 from fmoe_ext.ops.activations import GATED_ACTIVATIONS
 
 Results: TypeAlias = "dict[str, Tensor]"
-MX_BLOCK = 32  # columns of MXFP4 that share a scale
+_MX_BLOCK = 32  # columns of MXFP4 that share a scale
 WEIGHTS = ("w1", "w2")
 
 
@@ -108,7 +108,7 @@ class Inputs:
             return torch.randn(shape, generator=generator, device=device).mul_(scale).to(dtype)
 
         def packed(name: str, out: int, width: int) -> dict[str, Tensor]:
-            """Draw MXFP4 weights [E, out, width] whose mean square is 1 / width, as that of w1 and w2.
+            """Draw MXFP4 weights [E, out, width] whose mean square is about 1 / width, as that of w1 and w2.
 
             The mean square of MXFP4's 16 values is 8.6, and a scale byte b stands for 2^(b - 127).
             """
@@ -118,7 +118,7 @@ class Inputs:
             scale = torch.randint(exponent - 1, exponent + 2, (E, out, width // 32), **of)  # type: ignore[call-overload]
             return {f"{name}_data": data, f"{name}_scale": scale}
 
-        is_whole = D % MX_BLOCK == 0 and H % MX_BLOCK == 0
+        is_whole = D % _MX_BLOCK == 0 and H % _MX_BLOCK == 0
         return cls(
             x=random(T, D),
             w1=random(E, F, D, scale=D**-0.5),
@@ -191,7 +191,7 @@ def results(
     found |= {f"grouped_gemm d{n}": g for n, g in zip(leaves, grads, strict=True)}
     if inputs.w1_data is not None and inputs.w2_data is not None:
         # frozen_mlp, in MXFP4 as GPT-OSS has it: gate and up rows of a gated activation take turns
-        blocks1, blocks2 = (d.unflatten(2, (-1, MX_BLOCK // 2)) for d in (inputs.w1_data, inputs.w2_data))
+        blocks1, blocks2 = (d.unflatten(2, (-1, _MX_BLOCK // 2)) for d in (inputs.w1_data, inputs.w2_data))
         gated = case.activation in GATED_ACTIVATIONS
         w1 = Quantized("mxfp4", blocks1, inputs.w1_scale, interleaved=gated)
         w2 = Quantized("mxfp4", blocks2, inputs.w2_scale)

@@ -27,7 +27,7 @@ _FORMAT = 4  # of the file; others are not read
 SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
 # slow: right, but its products are computed faster without it
-STATES = ("proved", "beaten", "failed", "slow", "untested")
+_STATES = ("proved", "beaten", "failed", "slow", "untested")
 USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
 # (class of the rows an expert has on average, where it begins), as kRowsClasses in cuda/select.h
 ROWS = (
@@ -57,7 +57,7 @@ class Key:
 class Verdict:
     """The result of a kernel's checks and races."""
 
-    state: str  # one of STATES
+    state: str  # one of _STATES
     reason: str = ""
     sources: str = ""  # digest of the kernel's sources (cuda/sources_digest.py)
 
@@ -161,8 +161,8 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
             if content["format"] != _FORMAT:
                 raise ValueError(f"its format is {content['format']!r}, not {_FORMAT}")
             verdicts = {str(name): Verdict(**verdict) for name, verdict in content["verdicts"].items()}
-            if unknown := {v.state for v in verdicts.values()} - set(STATES):
-                raise ValueError(f"states {sorted(unknown)} are none of {STATES}")
+            if unknown := {v.state for v in verdicts.values()} - set(_STATES):
+                raise ValueError(f"states {sorted(unknown)} are none of {_STATES}")
             races = tuple(Race(**race) for race in content["races"])
             wins = tuple(TorchWin(**win) for win in content["torch_wins"])
             about = Key(**content["key"]), content["taken_with"], content["date"]
@@ -223,7 +223,7 @@ def report(proof: Proof) -> str:
             rows.append((f"{race.operation} ({race.shape})", race.kernel, *times))
         lines += [*_table(rows), ""]
     lines += [_torch_win(win) for win in proof.torch_wins] + [""] * bool(proof.torch_wins)
-    counts = [(state, len(proof.named(state))) for state in STATES]
+    counts = [(state, len(proof.named(state))) for state in _STATES]
     lines.append(", ".join(f"{count} {state}" for state, count in counts if count))
     return "\n".join(lines)
 
@@ -237,7 +237,7 @@ def summary(proof: Proof) -> list[str]:
     if proof.is_of_another:
         lines.append(f"on another GPU of its compute capability, {proof.key.gpu}: not raced here yet")
     lines += [_torch_win(win) for win in proof.torch_wins]
-    for state in STATES[1:]:
+    for state in _STATES[1:]:
         word = state if state in USED else f"off, {state}"
         lines += [f"{word}: {name} ({reason})" for name, reason in proof.named(state).items()]
     return lines

@@ -27,7 +27,7 @@ from fmoe_ext.gpu.cases import MLP_LEAVES, Case, Inputs, mlp
 from fmoe_ext.gpu.proof import PORTABLE, Race, TorchWin, Verdict, rows_class
 from fmoe_ext.gpu.target import Target
 
-MARGIN = 1.03  # a kernel is slow if it takes this many times as long as what there is without it
+_MARGIN = 1.03  # a kernel is slow if it takes this many times as long as what there is without it
 _TORCH_MARGIN = 1.05  # torch computes a product if ours takes this many times as long as its own
 # {what is timed: the products in it that torch's replaces, as kTorchProducts in cuda/select.h has them}. Where there is
 # one product, its race decides whether torch wins it: whatever else is timed is ours both times. Where there are
@@ -226,14 +226,14 @@ class Races:
                 yield Start(f"out of memory: no more races of {mine[0].shape}", ())
 
     def _slowest(self) -> tuple[str, Verdict] | None:
-        """Find the kernel with the largest geometric mean of ms / without_ms; None if that is within MARGIN."""
+        """Find the kernel with the largest geometric mean of ms / without_ms; None if that is within _MARGIN."""
         logs: dict[str, dict[Course, float]] = {}
         for (kernel, course), race in self.races.items():
             assert race.without_ms is not None
             logs.setdefault(kernel, {})[course] = math.log(race.ms / race.without_ms)
         means = {kernel: sum(mine.values()) / len(mine) for kernel, mine in logs.items()}
         slowest = max(means, key=means.__getitem__, default=None)
-        if slowest is None or means[slowest] <= math.log(MARGIN):
+        if slowest is None or means[slowest] <= math.log(_MARGIN):
             return None
         mine = logs[slowest]
         race = self.races[slowest, max(mine, key=mine.__getitem__)]

@@ -14,7 +14,7 @@ from fmoe_ext.gpu import kernels as gpu_kernels
 from fmoe_ext.gpu.cases import CASES, RACES, Case, Results
 from fmoe_ext.gpu.proof import Key
 
-WARM_UP = 0.02  # seconds that a function runs before it is timed
+_WARM_UP = 0.02  # seconds that a function runs before it is timed
 _REPETITIONS = 10  # of which the median counts
 _BUSY = 4096  # rows and columns of the products that keep the device busy
 _BUSY_FLOPS = 1e15  # a second, at which a device computes them; a slower one is only kept busy for longer
@@ -80,7 +80,7 @@ class Target:
         """Return the median time of a call of function on the device, without the host's time to launch it."""
         # 1. Warm up, and find the host's time for the launches of a call.
         host = math.inf
-        stop = time.monotonic() + WARM_UP
+        stop = time.monotonic() + _WARM_UP
         while time.monotonic() < stop:
             start = time.perf_counter()
             function()

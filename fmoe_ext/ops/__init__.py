@@ -1,4 +1,4 @@
-"""The operators: a file each, with the public function, its fake kernel, its oracle (`*_ref`) and any gradient it has.
+"""The operators, a file each: public function, fake kernel (shapes alone), oracle (`*_ref`) and gradient, if any.
 
 Importing this package loads the native modules _C and _C_cuda; no other place does (ep/exchange.py loads _C_nccl).
 """
@@ -64,7 +64,10 @@ def _load_cuda_module() -> str | None:
 
 
 def _refuse_tensors(dispatch_key: str, reason: str) -> torch.library.Library:
-    """Make operators without a kernel for a device raise the reason, as long as the result lives."""
+    """Make the operators of cuda/ raise the reason for tensors of a device, as long as the result lives.
+
+    Backward operators are left out: they are not reached without their forward.
+    """
 
     def refuse(*_: object) -> None:
         raise RuntimeError(reason)
@@ -73,10 +76,12 @@ def _refuse_tensors(dispatch_key: str, reason: str) -> torch.library.Library:
     for name in (
         "grouped_gemm",
         "expert_mlp",
+        "_decode_packed",
         "permute",
         "unpermute",
         "sort_tokens",
         "count_tokens",
+        "apply_capacity",
         "topk_gate",
     ):
         library.impl(name, refuse, dispatch_key)

@@ -1,4 +1,4 @@
-"""Limit how many choices an expert takes: those over its capacity are dropped, as -1.
+"""apply_capacity, drop_choices: limit how many choices an expert takes; those over its capacity are dropped, as -1.
 
 The queue of an expert has all first choices in the order of tokens, then all second ones, and so on: a token loses its
 second expert before another loses its first. With a capacity of 2:
@@ -23,9 +23,10 @@ def apply_capacity(topk_idx: torch.Tensor, num_experts: int, capacity: int | tor
 
     Priority: all first choices in token order, then all second choices, and so on.
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts); capacity: one number for all, or [E] int64
-    -> [T, K] of the dtype of topk_idx. Raises RuntimeError for an index outside that range (on CUDA it counts
-    as dropped unless FMOE_DEBUG=1), for a negative capacity and for one whose shape is not [num_experts].
-    Equivalent to: torch.where(rank < capacity[topk_idx], topk_idx, -1), rank counting an expert's choices.
+    -> [T, K] of the dtype of topk_idx. Raises RuntimeError for an index outside that range and a negative number in a
+    tensor (on CUDA they count as dropped and as 0 unless FMOE_DEBUG=1), for a negative int, and for a tensor whose
+    shape is neither [num_experts] nor [].
+    Equivalent to: torch.where(rank < capacity[topk_idx], topk_idx, -1), rank a choice's place in its expert's queue.
     FastMoE: limit_by_capacity, prune_gate_by_capacity.
 
     Example:

@@ -1,4 +1,4 @@
-"""Name the arguments of the operators that have many of them, in the order of csrc/ops.cpp (a test compares).
+"""Name the arguments of expert_mlp, frozen_mlp and their backwards, in the order of csrc/ops.cpp (a test compares).
 
 Fake kernels and the stand-ins of gpu/torch_path.py take one of these instead of 12 to 30 arguments. T tokens, K choices
 of each, R = T * K rows in the experts' order, E experts, D and H the widths of a token and of an expert, F = H, or 2 H

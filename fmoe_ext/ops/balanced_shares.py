@@ -1,4 +1,4 @@
-"""balanced_shares: Sinkhorn's iteration on a gate's logits, over the tokens of all ranks.
+"""balanced_shares: Sinkhorn's iteration on the logits of SinkhornGate, over the tokens of all ranks.
 
 The matrix exp(logits) [T, E] becomes diag(of_token) exp(logits) diag(of_expert), with factors that make every row and
 every column sum up evenly: each token has as much to give, and each expert is given as much. Rows and columns are
@@ -11,7 +11,7 @@ import torch
 
 from fmoe_ext.ops._autograd import custom_op, register_fake, register_not_differentiable
 
-TOLERANCE = 1e-4  # mean change of the experts' factors in a round, at which it ends
+_TOLERANCE = 1e-4  # it ends when the experts' factors change no more than this in a round, in the mean
 _EPSILON = 1e-8  # added to sums, against a division by 0
 _MAX_ROUNDS = 1000  # for logits that do not converge
 
@@ -32,7 +32,7 @@ def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tenso
         before = of_expert
         of_token = 1 / (num_tokens * ((before * cost).sum(1, keepdim=True) + _EPSILON))  # [T, 1]
         of_expert = 1 / (num_experts * (_sum_over_ranks(of_token * cost, gather) + _EPSILON))
-        if not (before - of_expert).abs().mean() > TOLERANCE:
+        if not (before - of_expert).abs().mean() > _TOLERANCE:
             break
     return of_expert * cost * of_token
 

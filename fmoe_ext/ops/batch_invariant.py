@@ -1,4 +1,4 @@
-"""The mode in which a row's result does not depend on the rows beside it.
+"""batch_invariant(), use_batch_invariant(): the mode in which a row's result does not depend on the rows beside it.
 
 It is on for the whole process (use_batch_invariant) or for a thread (batch_invariant), as torch.no_grad is. The native
 kernels have both switches of their own, which they read where an operator is called. torch's functions are replaced on

@@ -1,4 +1,4 @@
-"""Sorting and counting: from the choices of a gate to rows that are grouped by expert.
+"""sort_tokens, count_tokens: from the choices of a gate to rows that are grouped by expert, and their counts.
 
 A gate says which experts a token goes to, topk_idx [T, K]; experts compute rows that lie together. Choice k of token t
 has the number t * K + k; sorting these numbers by expert, stably, gives the rows:
@@ -58,7 +58,8 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts)
     -> tokens_per_expert [E] int64, offs [E] int32, row_idx [T * K] int32, inverse [T, K] int32.
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
-    Equivalent to: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse = torch.argsort(row_idx).
+    Equivalent to, without dropped choices: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse =
+    torch.argsort(row_idx).view(T, K).
     FastMoE: assign_pos.
 
     Example:

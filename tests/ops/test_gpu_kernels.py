@@ -548,6 +548,8 @@ def test_tensors_of_a_device_without_kernels_are_refused_with_the_remedy():
     with pytest.raises(RuntimeError, match="reinstall with FMOE_CUDA=1 and nvcc"):
         ops.count_tokens(torch.tensor([[0]]), 1)
     with pytest.raises(RuntimeError, match="reinstall with FMOE_CUDA=1 and nvcc"):
+        ops.apply_capacity(torch.tensor([[0]]), 1, 1)
+    with pytest.raises(RuntimeError, match="reinstall with FMOE_CUDA=1 and nvcc"):
         call()
     del library
     assert ops.count_tokens(torch.tensor([[0]]), 1).tolist() == [1]
