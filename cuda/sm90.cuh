@@ -1,4 +1,7 @@
-// What the Hopper kernels share. Their bodies are compiled for sm_90a only (and for the emulator).
+// What the Hopper kernels (sm90_*.cu) share on the device; sm90_host.cuh has what their launchers share.
+// Their bodies are compiled for sm_90a only (and for the emulator). TMA is Hopper's copy engine: one thread
+// starts the copy of a box of a tensor. wgmma is its matrix product by a warpgroup, with operands in shared
+// memory.
 //
 // A thread block is three warpgroups of 128 threads that stay on their SM and take tile after tile. One
 // loads: blocks of 64 k of both operands go into a ring of stages in shared memory, by TMA where the rows lie

@@ -1,7 +1,7 @@
-// B1 (docs/kernels.md): the gradient of h, what the activation is applied to, on Hopper. dA = dy_rows w2: a
-// producer warpgroup gathers the rows of dy and loads w2 by TMA. dA stays in registers: the epilogue reads h,
-// computes the activation again, and writes dh, the scaled activation (for the gradient of w2) and
-// <dA, act(h)> by row and tile of columns.
+// B1 of docs/kernels.md, for products.h; contract in launchers.h: the gradient of h, what the activation is
+// applied to, on Hopper. dA = dy_rows w2: a producer warpgroup gathers the rows of dy and loads w2 by TMA. dA
+// stays in registers: the epilogue reads h, computes the activation again, and writes dh, the scaled
+// activation (for the gradient of w2) and <dA, act(h)> by row and tile of columns.
 //
 // Each consumer warp works through its part of a tile alone, in units of 16 rows x 64 columns. Two units of h
 // are on their way (TMA) while the tile is multiplied; the gradients take their place in shared memory. Tiles

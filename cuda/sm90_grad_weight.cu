@@ -1,10 +1,10 @@
-// B2 and B5 of docs/kernels.md: the gradient of a weight on Hopper, out[e] = sum over the rows of expert e of
-// a^T b. Rows are k, so both operands run along m and n. One of them may be picked through an index: the
-// producer warpgroup gathers it by cp.async; the other comes by TMA, but for the last rows of an expert,
-// which cp.async fills up with zeros: nothing of the next expert's rows, a NaN say, reaches this one. The
-// tile that comes by TMA is the wide one: tiles are 128 x 256 where a is gathered and 256 x 128 where b is.
-// TMA stores the results, or adds them to float32 main gradients: one addition an element, so that the bits
-// depend on no order.
+// B2 and B5 of docs/kernels.md, for products.h; contract in launchers.h: the gradient of a weight on Hopper,
+// out[e] = sum over the rows of expert e of a^T b. Rows are k, so both operands run along m and n. One of
+// them may be picked through an index: the producer warpgroup gathers it by cp.async; the other comes by TMA,
+// but for the last rows of an expert, which cp.async fills up with zeros: nothing of the next expert's rows,
+// a NaN say, reaches this one. The tile that comes by TMA is the wide one: tiles are 128 x 256 where a is
+// gathered and 256 x 128 where b is. TMA stores the results, or adds them to float32 main gradients: one
+// addition an element, so that the bits depend on no order.
 #include "sm90_host.cuh"
 
 namespace fmoe_ext {

@@ -17,15 +17,15 @@ struct Shared {
     ring.init(loads, 1);
     for (uint64_t& bar : turn) ptx::mbar_init(ptx::shared_address(&bar), 4);
   }
-  // Every whole warp says so: with few steps a turn could come round again before a slow thread has taken its
-  // own.
+  // Lets the other warpgroup multiply. Every whole warp says so: with few steps a turn could come round again
+  // before a slow thread has taken its own.
   __device__ void pass_turn(int group) {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbar_arrive(ptx::shared_address(&turn[group ^ 1]));
   }
 };
 
-// Rows 0 .. 63 of a tile into top, and, if it has so many, rows 64 .. 127 into bottom.
+// The products of rows 0 .. 63 of a tile into top, and, with kBoth, those of rows 64 .. 127 into bottom.
 template <class T, bool kAlongN, bool kGathered, bool kBoth, class S>
 __device__ __forceinline__ void multiply(S& s, float (&top)[S::kN / 2], float (&bottom)[S::kN / 2], int group,
                                          int steps, uint32_t& count) {

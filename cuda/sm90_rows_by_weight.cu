@@ -1,5 +1,6 @@
-// F2 and B3 of docs/kernels.md, on Hopper: out = scale (rows weight^T + bias), and dx_rows = dh w1, where the
-// rows of the weight run along n.
+// F2 and B3 of docs/kernels.md on Hopper, for products.h; contract in launchers.h: out = scale (rows weight^T
+// + bias), and dx_rows = dh w1, where the rows of the weight run along n. The kernel is in
+// sm90_rows_by_weight.cuh.
 #include "sm90_rows_by_weight.cuh"
 
 namespace fmoe_ext {

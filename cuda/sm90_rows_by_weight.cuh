@@ -1,6 +1,6 @@
-// out [R, N] = scale (rows [R, K] times each expert's weight + bias) on Hopper, both operands through TMA:
-// tiles of 128 x 192 that two warpgroups take in turn (ping-pong); or, for a long k, tiles of 128 x 256 of
-// which each multiplies 64 rows. Padding rows are zero.
+// The kernel of sm90_rows_by_weight.cu: out [R, N] = scale (rows [R, K] times each expert's weight + bias) on
+// Hopper, both operands through TMA: tiles of 128 x 192 that two warpgroups take in turn (ping-pong); or, for
+// a long k, tiles of 128 x 256 of which each multiplies 64 rows. Padding rows are zero.
 #pragma once
 
 #include "sm90_host.cuh"

@@ -1,5 +1,5 @@
-// F1 of docs/kernels.md: h = x_rows w1^T + b1 and a = act(h), or act(gate) up, on Hopper. One producer
-// warpgroup gathers the rows of x by cp.async and loads w1 by TMA.
+// F1 of docs/kernels.md, for products.h; contract in launchers.h: h = x_rows w1^T + b1 and a = act(h), or
+// act(gate) up, on Hopper. One producer warpgroup gathers the rows of x by cp.async and loads w1 by TMA.
 //
 // In tiles of 128 x 256 of h two consumer warpgroups multiply 64 rows each. When gated, 128 of the columns
 // are gate and 128 the matching up: the tensor map interleaves 8 rows of either half of w1, so that of the
