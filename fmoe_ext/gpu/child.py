@@ -63,12 +63,13 @@ def serve(
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
-    # 1. Start CUDA.
+    # 1. Start CUDA, and leave the choice of kernels to the checks: neither FMOE_GPU_KERNELS nor an old proof decides.
     try:
         key = target.connect()
     except Unavailable as error:
         connection.send(NotAvailable(str(error)))
         return
+    gpu_kernels.SELECTION.stop()
     # 2. Say which kernels there are, and which need no check.
     kernels, sources = gpu_kernels.names(), gpu_kernels.sources()
     proof = load(key, sources) if missing else None

@@ -160,7 +160,7 @@ class Selection:
         self.device_type = device_type
         self.key_of = key_of
         self.race = race  # starts the races of a device that takes another model's proof
-        self.is_prepared = False  # True once the CUDA module is loaded
+        self.is_prepared = False  # True once the CUDA module is loaded, until stop()
         self._lock = threading.Lock()  # held while a choice is made
         self._choices: dict[int, Choice] = {}  # by device, once the choice is in force
         # registrations, which end when these are collected
@@ -175,6 +175,11 @@ class Selection:
             switch_on(())
         else:
             self._use(0)
+
+    def stop(self) -> None:
+        """Choose nothing from now on, and let no operator be torch's: `prove` switches the kernels itself."""
+        self.is_prepared = False
+        self._torch = self._products = None
 
     def before(self, t: torch.Tensor) -> None:
         """Make the choice for the device of t; called before a product of t, and while one is compiled."""

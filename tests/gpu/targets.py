@@ -183,6 +183,21 @@ class Pretend(OnCpu):
             assert not fault, fault
 
 
+class Chosen(Pretend):
+    """A GPU whose kernels are chosen as where the CUDA module is loaded: by FMOE_GPU_KERNELS and a proof."""
+
+    def __init__(self, mode):
+        super().__init__()
+        self.mode = mode
+
+    def connect(self):
+        key = super().connect()
+        os.environ["FMOE_GPU_KERNELS"] = self.mode
+        gpu_kernels.SELECTION = gpu_kernels.Selection("cpu", lambda device: key)
+        gpu_kernels.SELECTION.prepare()
+        return key
+
+
 class Emulated(OnCpu):
     """Kernels of cuda/ themselves, on the emulator, as on a device of compute capability 9.0."""
 

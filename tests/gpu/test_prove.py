@@ -17,7 +17,7 @@ from fmoe_ext.gpu.proof import summary
 from fmoe_ext.gpu.prove import prove
 from fmoe_ext.gpu.races import OPERATIONS, PRODUCTS, Course, Race, Races, Start
 from fmoe_ext.gpu.target import Target, Unavailable
-from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Emulated, Pretend
+from tests.gpu.targets import KERNELS, PORTABLE_MS, TORCH_MS, Chosen, Emulated, Pretend
 
 OTHERS = ("up.a", "rows_by_weight.a", "grad_weight.a")
 
@@ -109,6 +109,21 @@ def test_torch_takes_all_where_only_portable_kernels_are_there():
     proof, _ = prove_quietly(Pretend({name: "wrong" for name in KERNELS}, torch_ms=7.0))
     assert set(won(proof, "16 bits")) == EVERY_PRODUCT
     assert states(proof)["portable"] == "proved"
+
+
+@pytest.mark.parametrize("mode", ["torch", "proved", "auto"])
+def test_neither_the_environment_nor_an_old_proof_decides_what_is_checked(mode, tmp_path, monkeypatch):
+    """torch's in place of ours would be found right, and no kernel would have run."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    if mode == "auto":  # after a failure, say of the driver
+        failed = {"portable": gpu_proof.Verdict("failed", "wrong", "0123")}
+        gpu_proof.Proof(gpu_proof.Key("Pretended GPU", 90), "", "", failed).save()
+    found = states(prove_quietly(Chosen(mode))[0])
+    assert found == {
+        **dict.fromkeys(["portable", *OTHERS], "proved"),
+        "rows_by_weight.pairs": "slow",
+        "odd.a": "untested",
+    }
 
 
 def test_missing_takes_over_what_is_right_and_races(tmp_path, monkeypatch):
