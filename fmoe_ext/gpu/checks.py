@@ -2,7 +2,7 @@
 
 No fixed tolerance tells a wrong kernel from a rounded one. A kernel's error from float64 is therefore compared with
 the error of plain PyTorch in the same dtype, and with the error of the portable kernels (testing.assert_close). A
-second run must give the same bits: races between threads show there first.
+second run must give the same bits: races between threads show there first. child.py asks for a verdict on each kernel.
 """
 
 import itertools

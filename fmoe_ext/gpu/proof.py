@@ -155,7 +155,7 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
     """
     own = (key.path(), SHIPPED / key.name())
     others = (path for folder in (cache_folder(), SHIPPED) for path in sorted(folder.glob("*.json")))
-    for path in (*own, *others):
+    for path in dict.fromkeys((*own, *others)):
         try:
             content = json.loads(path.read_text())
             if content["format"] != _FORMAT:

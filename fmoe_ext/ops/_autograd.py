@@ -1,4 +1,4 @@
-"""Register gradients, fake kernels and autocast rules of operators, where torch.library's own ways do not do.
+"""Register gradients, fake kernels and autocast rules of operators, where torch.library's own ways do not suffice.
 
 An operator's gradient is two functions, setup(ctx, inputs, output) and backward(ctx, *grads). register_autograd() puts
 them into two places, and as_node() into a third:

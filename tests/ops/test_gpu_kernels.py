@@ -426,8 +426,9 @@ def test_proof_broken_file_warns_and_is_ignored(text, cache):
     KEY.path().write_text(text.replace("KEY", json.dumps(vars(KEY))))
     with pytest.warns(
         UserWarning, match=r"cannot be read and is taken as absent .*gpu prove writes it again"
-    ):
+    ) as caught:
         assert load(KEY) is None
+    assert len(caught) == 1
     proof(**FOUND).save()
     assert load(KEY) == proof(**FOUND)
 
