@@ -19,6 +19,7 @@ from fmoe_ext.remote import (
     Settings,
     StaticList,
     Training,
+    errors,
     loop,
     protocol,
 )
@@ -238,6 +239,84 @@ def test_call_in_parts_beyond_its_announcement_ends_where_the_room_does(serve):
 
     assert loop.run(call(), 60) is grpc.StatusCode.RESOURCE_EXHAUSTED
     wait_until(lambda: server.service.budget.num_bytes == 0)
+
+
+class EndedStream:
+    """A call in parts that ends by `status` while its first part is sent; grpc then notes a status of its own."""
+
+    OWN = grpc.StatusCode.INTERNAL, "Internal error from Core"
+
+    def __init__(self, status):
+        self.status, self.noted = status, None
+
+    def __call__(self, timeout, metadata):
+        return self
+
+    def add_done_callback(self, callback):
+        self.callback = callback
+
+    async def initial_metadata(self):
+        return ((protocol.ROOM, "1"),)
+
+    async def write(self, data):
+        await asyncio.sleep(0)
+        self.noted = self.status
+        self.callback(self)
+        self.noted = self.OWN
+        raise grpc.aio.AioRpcError(self.OWN[0], (), (), self.OWN[1])
+
+    async def code(self):
+        return self.noted[0]
+
+    async def details(self):
+        return self.noted[1]
+
+    def cancel(self):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text", "timeout"),
+    [
+        ((grpc.StatusCode.RESOURCE_EXHAUSTED, "no room"), errors.Busy, "no room", 60.0),
+        ((grpc.StatusCode.INVALID_ARGUMENT, "too long"), errors.Refused, "too long", 60.0),
+        ((grpc.StatusCode.UNAVAILABLE, "it stops"), errors.ExpertGone, "it stops", 60.0),
+        ((grpc.StatusCode.DEADLINE_EXCEEDED, ""), errors.CallTimeout, "did not answer", 60.0),
+        ((grpc.StatusCode.OK, ""), errors.ExpertGone, "before it had all of it", 60.0),
+        (EndedStream.OWN, errors.ExpertGone, "before it had all of it", 60.0),
+        (
+            EndedStream.OWN,
+            errors.CallTimeout,
+            "did not answer",
+            1e-9,
+        ),  # grpc has not said yet that time is up
+    ],
+)
+def test_call_that_ends_while_parts_are_sent_raises_what_the_server_said(status, error, text, timeout):
+    """It was Refused, for good, whatever the server had said."""
+
+    async def run():
+        caller = Caller()
+        caller._channels["a:1"] = types.SimpleNamespace(stream_stream=lambda method: EndedStream(status))
+        await caller.call("a:1", protocol.FORWARD, bytes(2 * protocol.PART_BYTES), timeout)
+
+    with pytest.raises(error, match=text) as caught:
+        asyncio.run(run())
+    assert type(caught.value) is error
+
+
+def test_call_in_parts_beyond_the_largest_message_is_refused_by_its_size(serve):
+    server, _ = serve(max_message_bytes=2 << 20)
+    data = encode(Message({"0": torch.zeros(LARGE_ROWS, D)}, {protocol.UID: "expert.0"}))
+
+    async def run():
+        caller = Caller()
+        for _ in range(20):  # the server ends the call between two parts, or while one is under way
+            with pytest.raises(errors.Refused, match="--max_message_bytes"):
+                await caller.call(server.endpoint, protocol.FORWARD, data, 60.0)
+        await caller.close()
+
+    loop.run(run(), 60)
 
 
 def test_call_to_a_server_without_parts_is_sent_whole():

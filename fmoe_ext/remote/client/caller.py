@@ -5,6 +5,7 @@ parts go out, and the answer comes back in parts too. download() is for answers 
 """
 
 import asyncio
+import time
 import urllib.request
 from collections.abc import Awaitable, Callable
 
@@ -18,6 +19,7 @@ Code = grpc.StatusCode
 PART_SECONDS = 30.0  # that download() waits for each part of an answer, the first one included
 # no server answers there, or it stops, or it has no such expert
 _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
+OWN_FAILURE = "Internal error from Core"  # details of grpc's own status if a part could not be sent
 
 
 class Caller:
@@ -36,18 +38,30 @@ class Caller:
         """Send data to a method of a server -> its answer; RemoteError on failure, or after about `timeout` seconds."""
 
         async def read() -> Message:
-            channel, metadata = self._channel(endpoint), self._metadata(data)
+            begin, channel, metadata = time.monotonic(), self._channel(endpoint), self._metadata(data)
             # 1. a long message in parts, unless the server does not know how
             if len(data) > protocol.PART_BYTES and endpoint not in self._takes_no_parts:
                 stream = channel.stream_stream(method + protocol.IN_PARTS)(timeout=timeout, metadata=metadata)
-                whole = bytearray()
+                whole, statuses = bytearray(), list[tuple[grpc.StatusCode, str]]()
+                stream.add_done_callback(lambda call: statuses.append(_status(call)))
                 try:
                     # The server first sends ROOM, once it has memory for all of data. Without it the call has failed,
                     # and the reading below raises the reason.
                     if protocol.ROOM in dict(await stream.initial_metadata()):
-                        for begin in range(0, len(data), protocol.PART_BYTES):
-                            await stream.write(data[begin : begin + protocol.PART_BYTES])
-                        await stream.done_writing()
+                        try:
+                            for first in range(0, len(data), protocol.PART_BYTES):
+                                await stream.write(data[first : first + protocol.PART_BYTES])
+                            await stream.done_writing()
+                        except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
+                            # The call has ended. For a part that was under way grpc replaces the call's status by one
+                            # of its own, so the status that was noted first tells why.
+                            code, details = statuses[0] if statuses else (Code.UNKNOWN, OWN_FAILURE)
+                            if details == OWN_FAILURE and time.monotonic() - begin >= timeout:
+                                code = Code.DEADLINE_EXCEEDED
+                            elif code is Code.OK or details == OWN_FAILURE:
+                                text = f"{endpoint} ended the call before it had all of it"
+                                raise errors.ExpertGone(text) from None
+                            raise _translate(code, details, endpoint, timeout) from None
                     async for part in stream:
                         whole += part
                         if len(whole) > (most := self.limits.max_message_bytes):
@@ -58,9 +72,6 @@ class Caller:
                     if error.code() is not Code.UNIMPLEMENTED:
                         raise
                     self._takes_no_parts.add(endpoint)  # goes on below
-                except asyncio.InvalidStateError:  # write() raises it if the server has ended the call
-                    text = f"{endpoint} ended the call before it had all of it"
-                    raise errors.ExpertGone(text) from None
                 finally:
                     stream.cancel()
             # 2. whole
@@ -115,7 +126,7 @@ class Caller:
         except errors.RemoteError:
             raise
         except grpc.aio.AioRpcError as error:
-            raise _translate(error, endpoint, timeout) from None
+            raise _translate(error.code(), error.details() or "", endpoint, timeout) from None
         except asyncio.TimeoutError:
             raise errors.CallTimeout(f"{endpoint} did not answer within {timeout:.3g} s") from None
         except WireError as error:
@@ -141,9 +152,21 @@ class Caller:
         return channel
 
 
-def _translate(error: grpc.aio.AioRpcError, endpoint: str, timeout: float) -> errors.RemoteError:
-    """Return our error for one of grpc's; which one depends on what the caller can do about it."""
-    code, details = error.code(), error.details() or ""
+def _status(call: grpc.aio.Call) -> tuple[grpc.StatusCode, str]:
+    """Return code and details of a call that has just ended, before anything else runs on the loop."""
+
+    async def read() -> tuple[grpc.StatusCode, str]:
+        return await call.code(), await call.details() or ""
+
+    try:
+        read().send(None)  # the status is there, so nothing waits
+    except StopIteration as result:
+        return result.value
+    return Code.UNKNOWN, OWN_FAILURE
+
+
+def _translate(code: grpc.StatusCode, details: str, endpoint: str, timeout: float) -> errors.RemoteError:
+    """Return our error for a status of grpc; which one depends on what the caller can do about it."""
     text = f"{endpoint}: {details[:500]}"
     if code is Code.DEADLINE_EXCEEDED:
         return errors.CallTimeout(f"{endpoint} did not answer within {timeout:.3g} s")
