@@ -146,6 +146,22 @@ def test_switch_learns_balance_and_leaves_its_input(serve):
     assert gradient.norm() > 0
 
 
+def test_switch_weighs_by_the_expert_that_is_chosen(serve):
+    """It weighed by the best place, also where no expert lives there."""
+    _, directory = serve(expert_uids=("grid.0.1", "grid.1.2"), training=FROZEN, expert_cls="nop")
+    moe = RemoteSwitchMixtureOfExperts(D, (3, 3), directory, "grid", jitter_eps=0)
+    bias = torch.tensor([0.5, 1.0, 3.0, 2.0, 0.0, 1.0])  # the best place of both dimensions is empty
+    with torch.no_grad():
+        moe.proj.weight.zero_()
+        moe.proj.bias.copy_(bias)
+    x = torch.randn(4, D)
+    y, _ = moe(x)
+    weight = bias[:3].softmax(0)[1] * bias[3:].softmax(0)[2]
+    torch.testing.assert_close(y, x * weight)
+    (gradient,) = torch.autograd.grad((y * x).sum(), moe.proj.bias)
+    assert gradient[1] > 0 and gradient[5] > 0, "the gate learns from the expert that computed"
+
+
 def test_switch_counts_the_utilization_of_its_grid(serve):
     _, directory = serve(expert_uids=("grid.0.0", "grid.1.2"), training=FROZEN)
     moe = RemoteSwitchMixtureOfExperts(

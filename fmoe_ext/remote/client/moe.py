@@ -75,7 +75,7 @@ class RemoteMixtureOfExperts(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [B, *, in_features] -> [B, *], one output for each sample; a sequence is gated by the mean over it."""
-        return self._mix(x, self._scores(x))
+        return self._mix(x, self._scores(x))[0]
 
     def _scores(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         # -> one [B, n] for each dimension of the grid
@@ -84,8 +84,11 @@ class RemoteMixtureOfExperts(nn.Module):
         of_samples = x if x.dim() == 2 else x.flatten(1, -2).mean(1)
         return self.proj(of_samples).split(self.grid_size, dim=-1)
 
-    def _mix(self, x: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> torch.Tensor:
-        """Return the weighted sum of the outputs of each sample's experts. Shapes: T samples, K choices, N experts."""
+    def _mix(self, x: torch.Tensor, scores: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the weighted sum of the outputs of each sample's experts, and their coordinates [T, K, dimensions].
+
+        Shapes: T samples, K choices, N experts.
+        """
         # 1. the best live experts of each sample
         found = self._search(scores)
         topk_idx = found.topk_idx.to(x.device)  # [T, K] into the N found; -1: none
@@ -149,7 +152,7 @@ class RemoteMixtureOfExperts(nn.Module):
         ]
         num_dropped = routing.row_idx.shape[0] - sum(y.shape[0] for y in flat)
         y = torch.cat([*flat, some.new_zeros(num_dropped, width)])
-        return ops.unpermute(y, routing.row_idx, routing.inverse, weights).view(-1, *shape)
+        return ops.unpermute(y, routing.row_idx, routing.inverse, weights).view(-1, *shape), chosen
 
     def _search(self, scores: tuple[torch.Tensor, ...]) -> Found:
         # chosen by discovery on the loop, without a gradient
@@ -213,10 +216,12 @@ def _unfound(found: Found) -> str:
 class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
     """The Switch Transformer's layer over remote experts: one expert a sample, jittered scores, a balance loss.
 
-    Returns (output, loss): loss = mean over the grid's dimensions of n * sum_i f_i * p_i (n places, f_i: share of the
-    samples that choose place i, p_i: its mean probability), 1 when balanced, with a gradient for the gate. Only the
-    gate sees the jitter. grid_utilization[d]: the share of samples that choose each place of dimension d,
-    averaged over forwards in training with utilization_alpha as the weight of the newest.
+    Returns (output, loss). The output is the expert's times its probability, the product over the grid's dimensions;
+    with k_best > 1 it is RemoteMixtureOfExperts's. loss = mean over the dimensions of n * sum_i f_i * p_i (n places,
+    f_i: share of the samples whose highest score is place i's, whether an expert lives there or not, p_i: its mean
+    probability), 1 when balanced, with a gradient for the gate. Only the gate sees the jitter, in training.
+    grid_utilization[d]: the shares f_i of dimension d, averaged over forwards in training with utilization_alpha as
+    the weight of the newest.
     """
 
     def __init__(
@@ -254,9 +259,10 @@ class RemoteSwitchMixtureOfExperts(RemoteMixtureOfExperts):
                     chosen = p.argmax(-1).bincount(minlength=p.shape[-1]) / p.shape[0]
                     average.lerp_(chosen.to(average.dtype), self.utilization_alpha)
         losses = [balance_loss(p, p.argmax(-1, keepdim=True), OneRank()) for p in probabilities]
-        y = self._mix(x, scores)
-        # a softmax over one choice has no gradient: weigh by the best place's probability, even if that expert is gone
+        y, chosen = self._mix(x, scores)
+        # a softmax over one choice has no gradient: weigh by the probability of the expert that was chosen
         if self.k_best == 1:
-            best = torch.stack([p.amax(-1) for p in probabilities]).prod(0)
-            y = y * best.view(-1, *(1 for _ in y.shape[1:]))
+            of_places = [p.gather(1, chosen[:, :, n]).squeeze(1) for n, p in enumerate(probabilities)]
+            weight = torch.stack(of_places).prod(0)
+            y = y * weight.view(-1, *(1 for _ in y.shape[1:]))
         return y, torch.stack(losses).mean()
