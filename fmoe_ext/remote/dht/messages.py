@@ -11,7 +11,6 @@ signature of the nonce and the answer (64 bytes). So a node can answer neither i
 
 import functools
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -182,7 +181,8 @@ def decode_answer(data: bytes) -> Answer:
         if not isinstance(value, dict) or not isinstance(value.get("reason"), str):
             raise BadMessage("a refusal must say its reason")
         holders = _genuine([value["record"]] if value.get("record") is not None else [])
-        refused.append(Refusal(value["reason"][:MAX_REASON], holders[0] if holders else None))
+        reason = value["reason"][:MAX_REASON].encode(errors="replace").decode()  # it is logged
+        refused.append(Refusal(reason, holders[0] if holders else None))
     by_key = {}
     for text, value in found.items():
         key = _load_id(text)
@@ -228,7 +228,7 @@ def _dump_header(header: Header) -> dict[str, Any]:
 
 def _load_header(body: Mapping[str, Any], endpoint: str = "") -> Header:
     moment: Any = body.get("time")
-    if type(moment) not in (int, float) or not math.isfinite(moment) or not 0 <= moment < 1e12:
+    if type(moment) not in (int, float) or not 0 <= moment < 1e12:  # NaN fails it
         raise BadMessage(f"time must be seconds since 1970, but got {str(moment)[:100]}")
     return Header(_load_id(body.get("id")), float(moment), endpoint)
 

@@ -15,7 +15,6 @@ import contextlib
 import functools
 import hashlib
 import json
-import math
 import os
 import re
 import tempfile
@@ -150,9 +149,12 @@ def read_record(payload: str, signature: str) -> SignedRecord:
     if len(payload) > MAX_RECORD_BYTES:
         raise BadRecord(f"a record has at most {MAX_RECORD_BYTES} characters, but got {len(payload)}")
     try:
+        data = (
+            _DOMAIN + payload.encode()
+        )  # half of a pair of surrogates, which JSON may hold, cannot be encoded
         values = json.loads(payload)
     except (ValueError, RecursionError):
-        raise BadRecord("a record must be JSON") from None
+        raise BadRecord("a record must be JSON in UTF-8") from None
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
     # 2. each field
@@ -162,7 +164,8 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         raise BadRecord(str(error)) from None
     endpoint = check_endpoint(values["endpoint"], may_be_empty=True)
     expires, metadata = values["expires"], values["metadata"]
-    if type(expires) not in (int, float) or not math.isfinite(expires) or not 0 <= expires < 1e12:
+    # NaN fails the comparison; a whole number may be too large for a float
+    if type(expires) not in (int, float) or not 0 <= expires < 1e12:
         raise BadRecord(f"expires must be seconds since 1970, but got {str(expires)[:100]}")
     for name, value, length in (("owner", values["owner"], 64), ("signature", signature, 128)):
         if not isinstance(value, str) or not re.fullmatch(rf"[0-9a-f]{{{length}}}", value):
@@ -178,7 +181,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
             raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
     # 3. the signature, last because it takes longest
     owner, counts = values["owner"], (values["fence"], values["sequence"])
-    if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
+    if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), data):
         raise BadRecord(f"the record of {uid} is not signed by its owner")
     return SignedRecord(uid, endpoint, owner, *counts, float(expires), metadata, payload, signature)
 

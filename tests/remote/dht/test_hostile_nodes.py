@@ -1,5 +1,7 @@
 """Nodes of the DHT that lie: about the time, about records, about who they are."""
 
+from dataclasses import replace
+
 import pytest
 import simulation
 import torch
@@ -159,6 +161,30 @@ def test_answer_about_a_prefix_has_room_for_the_largest_records():
     answer = messages.encode_answer(Answer(Header(1, 100.0), {1: Found((), found)}))
     assert 4 << 20 < len(answer) < messages.MAX_ANSWER_BYTES - messages.FULL_ANSWER_BYTES
     assert "expert.9999" in {record.uid for record in found}
+
+
+@pytest.mark.parametrize("old, new", [('"fence"', '"\ud800"'), ('"expires":', '"expires":1' + "0" * 400)])
+def test_record_that_cannot_be_read_ends_no_search(old, new):
+    """Whoever asked the node that sent it got a UnicodeEncodeError or an OverflowError, which no caller expects."""
+
+    async def run():
+        network = Network()
+        nodes = await network.nodes(3)
+        await nodes[0].declare(["expert.1"], "a:1", TTL)
+        liar = await network.node(nodes[0])
+        find = liar.node.store.find
+
+        def lie(key, now):
+            return [replace(r, payload=r.payload.replace(old, new)) for r in find(key, now)] or [bad]
+
+        bad = Identity().sign("expert.1", "b:1", 1, 1, network.seconds + TTL)
+        bad = replace(bad, payload=bad.payload.replace(old, new))
+        liar.node.store.find = lie
+        found = await nodes[1].get(["expert.1"])
+        await close([*nodes, liar])
+        return endpoints(found)
+
+    assert simulation.run(run()) == ["a:1"]
 
 
 def test_node_with_the_key_of_another_is_not_believed():

@@ -97,6 +97,8 @@ def test_forged_record_is_refused(field):
         ({"sequence": 1 << 70}, "whole number"),
         ({"sequence": True}, "whole number"),
         ({"expires": float("inf")}, "seconds since 1970"),
+        ({"expires": float("nan")}, "seconds since 1970"),
+        ({"expires": 10**400}, "seconds since 1970"),
         ({"expires": "soon"}, "seconds since 1970"),
         ({"metadata": {"a": 1}}, "must be text"),
         ({"metadata": {str(n): "" for n in range(17)}}, "at most 16"),
@@ -106,6 +108,12 @@ def test_forged_record_is_refused(field):
 def test_every_field_of_a_record_is_bounded(changes, text):
     with pytest.raises(BadRecord, match=text):
         read_record(json.dumps(json.loads(record().payload) | changes), "0" * 128)
+
+
+def test_record_that_is_no_text_is_refused():
+    signed = record()
+    with pytest.raises(BadRecord, match="UTF-8"):
+        read_record(signed.payload.replace("a:1", "\ud800"), signed.signature)
 
 
 def test_value_in_the_place_of_another_owner_is_refused():
@@ -261,6 +269,7 @@ def test_forged_record_in_an_answer_has_no_effect():
         (b"9" * 10_000, "JSON"),
         (b"{}", "time|endpoint"),
         (b'{"endpoint": "", "time": NaN}', "time"),
+        (b'{"endpoint": "", "time": 1' + b"0" * 400 + b"}", "time"),
         (b'{"endpoint": "", "time": 1}', "id must be"),
         (b" " * (9 << 20), "at most"),
         (
