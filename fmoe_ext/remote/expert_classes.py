@@ -209,19 +209,24 @@ def make_expert(name: str, hidden_dim: int, uid: str = "", seed: int = 0) -> nn.
 def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
     """Return the schema of a class: its inputs as it declares them, its outputs as found by calling one expert."""
     samples = expert_class.sample(hidden_dim)
-    # one row of zeros; a size that may be any is 1 here
-    rows = [torch.zeros(1, *(size or 1 for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
+    has_any_size = any(0 in x.shape for x in samples)
+    # one row of zeros; a size that may be any is 1 here, and then 2, which shows the sizes of the output that follow it
+    rows, longer = (
+        [torch.zeros(1, *(size or n for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
+        for n in (1, 2)
+    )
     with torch.no_grad(), torch.device("cpu"):
-        outputs = expert_class.call(expert_class.make(hidden_dim), rows)
+        module = expert_class.make(hidden_dim)
+        outputs = expert_class.call(module, rows)
+        other = expert_class.call(module, longer) if has_any_size else outputs
     if not all(part.dim() and part.shape[0] == 1 for part in outputs):
         shapes = [list(part.shape) for part in outputs]
         raise ValueError(f"{expert_class.name} must return one row for each row, but returned {shapes}")
     if len(outputs) == 1:
-        y = outputs[0]
-        # an output like the first input takes over its sizes of 0, which stand for any size
-        is_like_input = y.shape[1:] == rows[0].shape[1:] and y.dtype == rows[0].dtype
-        return Schema.of(samples, samples[0] if is_like_input else y[0], expert_class.keywords)
-    if len({part.dtype for part in outputs}) != 1 or any(0 in x.shape for x in samples):
+        sizes = [a if a == b else 0 for a, b in zip(outputs[0].shape[1:], other[0].shape[1:], strict=True)]
+        y = torch.empty(sizes, dtype=outputs[0].dtype, device="cpu")
+        return Schema.of(samples, y, expert_class.keywords)
+    if len({part.dtype for part in outputs}) != 1 or has_any_size:
         raise ValueError(f"the outputs of {expert_class.name} must have one dtype and fixed sizes")
     flat = torch.cat([part.flatten(1) for part in outputs], dim=1)
     parts = [tuple(part.shape[1:]) for part in outputs]

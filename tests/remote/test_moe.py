@@ -294,6 +294,31 @@ def test_registered_class(serve):
         register_expert_class("test_double", lambda hidden_dim: torch.empty(1))(Double)
 
 
+def test_registered_class_with_sequences_of_any_length(serve):
+    """Its schema said sequences of length 1, where the output is not as wide as the input."""
+
+    @register_expert_class("test_wider", lambda hidden_dim: torch.empty(0, hidden_dim))
+    class Wider(torch.nn.Linear):
+        def __init__(self, hidden_dim):
+            super().__init__(hidden_dim, 2 * hidden_dim)
+
+    @register_expert_class("test_summary", lambda hidden_dim: torch.empty(0, hidden_dim))
+    class Summary(torch.nn.Module):
+        def __init__(self, hidden_dim):
+            super().__init__()
+            self.scale = torch.nn.Parameter(torch.ones(hidden_dim))
+
+        def forward(self, x):
+            return (x * self.scale).sum(1, keepdim=True)
+
+    x = torch.randn(3, 5, D)
+    for name, output in (("test_wider", (0, 2 * D)), ("test_summary", (1, D))):
+        _, directory = serve(expert_cls=name)
+        (expert,) = directory.get_experts(["expert.0"])
+        assert expert.schema().output == ("F32", output)
+        torch.testing.assert_close(expert(x), make_expert(name, D, uid="expert.0")(x))
+
+
 def test_experts_with_keywords_and_several_outputs(serve):
     def sample(hidden_dim):
         return torch.empty(hidden_dim), torch.empty(3), torch.empty(2, 2)

@@ -15,6 +15,29 @@ def test_honest_server_passes(serve):
     assert finding.error < 1e-5
 
 
+def test_audit_of_no_rows_is_refused():
+    with pytest.raises(ValueError, match="rows must be at least 1"):
+        Auditor(Client(), rows=0)
+
+
+def test_default_device_of_the_program_changes_no_audit(serve):
+    _, directory = serve()
+    (expert,) = directory.get_experts(["expert.0"])
+    x, grad = torch.randn(8, 16), torch.randn(8, 16)
+    with torch.device("meta"):
+        assert Auditor(directory.client, seed=0).check(expert.handle, x).num_rows == 2
+        assert Auditor(directory.client, seed=0).check_backward(expert.handle, (x,), grad).num_rows == 2
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_calls_of_a_gpu_are_audited(serve):
+    _, directory = serve()
+    (expert,) = directory.get_experts(["expert.0"])
+    x, grad = torch.randn(8, 16, device="cuda"), torch.randn(8, 16, device="cuda")
+    assert Auditor(directory.client, seed=0).check(expert.handle, x).num_rows == 2
+    assert Auditor(directory.client, seed=0).check_backward(expert.handle, (x,), grad).num_rows == 2
+
+
 @pytest.mark.parametrize("lie", ["nothing", "other weights", "one row"])
 def test_cheating_server_is_caught(serve, lie):
     server, directory = serve()

@@ -371,6 +371,12 @@ def test_queue_full(ends, serve):
     assert len(server.queue) <= 2
 
 
+def test_queue_of_one_call_takes_it(serve):
+    """Half of it, the share of a peer, was none: every call was Busy."""
+    _, directory = serve(max_waiting=1)
+    assert works(directory)
+
+
 def test_stale_gradient(serve):
     server, directory = serve(settings=QUICK, training=Training("sgd", 0.1, max_staleness=1))
     (expert,) = directory.get_experts(["expert.0"])

@@ -54,6 +54,8 @@ class Auditor:
         attempts: int = 5,
         seed: int | None = None,
     ):
+        if rows < 1:
+            raise ValueError(f"rows must be at least 1, but got {rows}: an audit of none finds nothing")
         default = TOLERANCES[client.settings.compression]
         self.client, self.tolerance = client, default if tolerance is None else tolerance
         self.rows, self.attempts = rows, attempts
@@ -170,19 +172,19 @@ class Auditor:
         grad: torch.Tensor | None = None,
     ) -> Finding:
         """Recompute some rows of an output or, with grad, of the gradients of inputs; Cheated if they differ."""
-        # 1. the truth: these rows by the weights in state
+        # 1. the truth: these rows by the weights in state, on the CPU, where answers come
         num_rows = inputs[0].shape[0]
         chosen = self._random.sample(range(num_rows), min(self.rows, num_rows))
+        rows = [x.detach()[chosen].cpu() for x in inputs]
         try:
             if grad is None:
                 with torch.no_grad():
-                    truth: Sequence[torch.Tensor] = [_compute(handle, state, [x[chosen] for x in inputs])]
+                    truth: Sequence[torch.Tensor] = [_compute(handle, state, rows)]
             else:
-                some = [x[chosen].requires_grad_(x.is_floating_point()) for x in inputs]
-                wanted = [x for x in some if x.requires_grad]
+                wanted = [x.requires_grad_() for x in rows if x.is_floating_point()]
                 with torch.enable_grad():
-                    y = _compute(handle, state, some)
-                    truth = torch.autograd.grad(y, wanted, grad[chosen], materialize_grads=True)
+                    y = _compute(handle, state, rows)
+                    truth = torch.autograd.grad(y, wanted, grad[chosen].cpu(), materialize_grads=True)
         except Exception as error:
             text = f"the weights that its servers sent cannot be used: {str(error)[:500]}"
             raise _NoAudit(f"no audit of {handle.uid}: {text}") from None
@@ -218,7 +220,8 @@ def _compute(handle: Handle, state: Message, inputs: Sequence[torch.Tensor]) -> 
         wanted = {name: p.shape for name, p in expert_class.make(handle.hidden_dim).named_parameters()}
     if wanted != {name: x.shape for name, x in weights.items()}:
         raise ValueError(f"they are not those of {handle.expert_class} with hidden_dim={handle.hidden_dim}")
-    module = expert_class.make(handle.hidden_dim)
+    with torch.device("cpu"):
+        module = expert_class.make(handle.hidden_dim)
     buffers = {n.removeprefix("buffer/"): x for n, x in state.tensors.items() if n.startswith("buffer/")}
     module.load_state_dict(weights | buffers, strict=False)
     return expert_class.compute(module, inputs)

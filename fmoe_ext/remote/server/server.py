@@ -57,7 +57,7 @@ class Server:
         learning = options.training, options.device, options.seed
         self.host = ExpertHost(expert_class, options.hidden_dim, *learning)
         # one peer has half of the queue at most; a batch must fit in one message, as an update to followers
-        bounds = options.max_waiting, options.max_waiting // 2, options.max_batch_size
+        bounds = options.max_waiting, max(1, options.max_waiting // 2), options.max_batch_size
         self.queue = FairQueue(*bounds, body_bytes(options.max_message_bytes))
         self.compute = ComputeThread(self.host, self.queue)
         # 2. what answers
@@ -115,7 +115,7 @@ class Server:
         # 1. take a port, on which nothing is answered yet
         self._grpc = grpc.aio.server(
             options=protocol.server_options(self.options.max_message_bytes),
-            # twice the calls that may wait (max_waiting for memory, as many for the device): others are read, answered
+            # max_waiting calls may wait for memory and as many for the device; the other half are read, or answered
             maximum_concurrent_rpcs=4 * self.options.max_waiting,
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
