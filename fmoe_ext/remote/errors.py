@@ -1,4 +1,7 @@
-"""The errors of calls to remote experts. Each says what its caller can do: client.PASSING lists those to try again."""
+"""The errors of calls to remote experts, all of them RemoteError; Client (client/client.py) tries again after PASSING.
+
+DiscoveryError (discovery.py) is one too. SchemaError (schema.py) is none: it is raised before anything is sent.
+"""
 
 
 class RemoteError(Exception):

@@ -5,8 +5,9 @@
         lr: float = flag(0.01, "learning rate", type=NOT_NEGATIVE)
     values = Parser("fmoe-server", Options, description=...).read(arguments, "config")
     options = build(Options, values)
-So an option of the Python class and its flag are one line, and differ only where that says so (name=,
-command_default=). A line of the YAML file stands for arguments of the command line and is checked in the same way.
+server/options.py and dht/main.py do so. An option of the Python class and its flag are one line, and differ only where
+that says so (name=, command_default=). A line of the YAML file stands for arguments of the command line and is checked
+in the same way.
 """
 
 import argparse

@@ -1,7 +1,8 @@
 """Schema: what an expert takes and returns, checked by the client before it sends and by the server before it computes.
 
 It is the dtype and shape of one *row* of each input and of the output, without the batch dimension; a size of 0 means
-any size. So ("F32", (0, 512)) is a float32 tensor [N, any, 512]. A client fetches it by Info, as JSON.
+any size. So ("F32", (0, 512)) is a float32 tensor [N, any, 512]. A server makes it of its expert class
+(expert_classes.find_schema); a client fetches it by Info, as JSON.
 """
 
 import json

@@ -1,8 +1,8 @@
 """Decide who may call: TLS, tokens, allow-lists and rates. Check that files with secrets are private, and lock files.
 
-A client shows Credentials; a server demands Security, and its Guard checks each call in this order: the token or the
-certificate, which give the caller's name (its address without both); whether that name may send gradients; and its
-rates of calls and bytes. lock_file() is for the DHT's identity and the server's checkpoints.
+A client shows Credentials; a server demands Security, and its Guard checks each call, for Intake, in this order: the
+token or the certificate, which give the caller's name (its address without both); whether that name may send gradients;
+and its rates of calls and bytes. lock_file() is for the DHT's identity and the server's checkpoints.
 """
 
 import errno
@@ -214,7 +214,8 @@ class Guard:
 class Rates:
     """A token bucket for each peer: it fills at per_second, holds BURST_SECONDS of that, and is taken from.
 
-    Of more than MAX_PEERS peers those that were silent for longest are forgotten.
+    Of more than MAX_PEERS peers those that were silent for longest are forgotten. A peer without a name is one address:
+    a host with an IPv6 network has as many buckets as addresses.
     """
 
     def __init__(self, per_second: float):

@@ -4,9 +4,10 @@
     N bytes   JSON {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {str: str}}, padded
               with spaces so that the tensors begin at a multiple of 64 bytes
     the rest  the tensors' elements, one tensor behind the other without gaps, in the order of the header
-A reader distrusts every number: decode() checks each against Limits and against the bytes that came before it makes a
-tensor. Nothing in a message is ever executed. compress() sends floating tensors in fewer bits; ErrorFeedback adds the
-rounding errors of earlier gradients to later ones.
+Calls and states travel so, and checkpoints are files of this layout (server/checkpoints.py). A reader distrusts every
+number: decode() checks each against Limits and against the bytes that came before it makes a tensor. Nothing in a
+message is ever executed. compress() sends floating tensors in fewer bits; ErrorFeedback adds the rounding errors of
+earlier gradients to later ones.
 """
 
 import ctypes

@@ -1,7 +1,8 @@
 """Caller: send one message to one endpoint, with a deadline; grpc's errors become those of fmoe_ext.remote.errors.
 
-A short message goes whole. A long one goes in parts: the server sends ROOM once it has memory for all of it, then the
-parts go out, and the answer comes back in parts too. download() is for answers too long for one message.
+Client calls experts through it, and servers call each other (replication, warm copies). A short message goes whole. A
+long one, above PART_BYTES, goes in parts: the server sends ROOM once it has memory for all of it, then the parts go
+out, and the answer comes back in parts too. download() is for answers too long for one message.
 """
 
 import asyncio
@@ -23,10 +24,7 @@ OWN_FAILURE = "Internal error from Core"  # details of grpc's own status if a pa
 
 
 class Caller:
-    """Channels to any number of servers, made when needed; its methods run on one event loop.
-
-    Messages of more than PART_BYTES go in parts: the server takes the first one when it has memory for all of them.
-    """
+    """Channels to any number of servers, made when needed; its methods run on one event loop."""
 
     def __init__(self, credentials: Credentials | None = None, limits: Limits | None = None):
         self.credentials = credentials or Credentials()

@@ -1,5 +1,6 @@
 """Client: call experts within one deadline, with retries, hedging, and a new look-up of servers that are gone.
 
+Batch (client/expert.py) calls forward() and backward() with tensors, and gets an Outcome or a RemoteError.
     forward   may go to any replica. If one fails, or is slower than usual, the next is called too (a *hedge*), and the
               first good answer counts. Good means: it is the leader's, or has every update that was acknowledged to
               this handle. A server that has left the members without knowing it answers with older weights.

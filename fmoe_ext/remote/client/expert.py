@@ -46,7 +46,7 @@ class Batch:
     grace: float | None = None  # seconds for the other calls after is_enough(); None: until their deadlines
 
     def __post_init__(self) -> None:
-        # as they are now, for the backward, too
+        # kept for the backward: a client may get others until then
         self.settings = [call.client.settings for call in self.calls]
         self.failed: list[Exception | None] = [None] * len(self.calls)  # why a call has no output
         self.versions = [0] * len(self.calls)  # of the weights that answered; sent along with the gradient
@@ -287,7 +287,7 @@ class RemoteExperts(nn.Module):
         )
 
     def is_gone(self) -> torch.Tensor:
-        """Return [E] bool: True for remote experts that failed in the last GONE_FOR seconds."""
+        """Return [E] bool: True for remote experts that did not answer, or were caught, lately (GONE_FOR)."""
         return torch.tensor(
             [isinstance(expert, RemoteExpert) and expert.handle.is_gone for expert in self.members],
             device="cpu",

@@ -6,8 +6,8 @@ find them, a node asks the nearest ones that it knows for nearer ones until ther
 nodes nearby and few far away, so a search takes a number of steps that grows with the logarithm of the network.
 
 Nobody is trusted. The owner of an expert signs its `records`, so nodes can drop them but not change them; of several
-claims the one wins for which most of the nearest nodes vouch: `discovery`. Records expire by a time
-on which the nodes agree: `clock`. Hosts that nobody can call are reached through a `relay`.
+claims the one wins for which most of the nearest nodes vouch: `discovery`. Records expire by a time on which the nodes
+agree: `clock`. Hosts that nobody can call are reached through a `relay`.
 """
 
 from fmoe_ext.remote.dht.discovery import DHT, KademliaDiscovery, open_node

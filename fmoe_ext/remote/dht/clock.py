@@ -1,7 +1,8 @@
 """NetworkClock: a time on which the DHT's nodes agree although their hosts' clocks do not; records expire by it.
 
-Every answer in the DHT has the network's time as its sender sees it. A node takes the median of others' answers as its
-offset from the local clock, so it ends where most nodes are, and a minority cannot move it far.
+Every answer in the DHT has the network's time as its sender sees it. A node (node.py), which has one clock, takes the
+median of others' answers as its offset from the local clock, so it ends where most nodes are, and a minority cannot
+move it far.
 """
 
 import statistics

@@ -1,7 +1,8 @@
 """Sign and read the DHT's records, which every node may carry and only their owner can write.
 
-A record says "this expert is at this endpoint until then", signed with ed25519. It lies under the key of its uid, and
-under the key of each prefix of the uid, which is how beam search finds it.
+discovery.py signs them, and every node checks them as they come in (messages.py). A record says "this expert is at this
+endpoint until then", signed with ed25519. It lies under the key of its uid, and under the key of each prefix of the
+uid, which is how beam search finds it.
     sequence  orders the records of one owner for a uid: the greatest counts, so an old copy cannot come back
     fence     when the owner claimed the uid: of two owners with equally many votes the older claim wins
     expires   ends the record, by the network's time (clock.py); an owner that keeps a uid signs anew before that

@@ -1,6 +1,6 @@
 """Let hosts behind firewalls be called: Relay runs where all can reach it (fmoe-dht --relay_on), Attachment at a host.
 
-The host keeps one control connection open to the relay, which opens a port for it. Of each call to that port the relay
+The host keeps one control connection open to the relay, which opens a port for it. For each call to that port the relay
 sends the host an id; the host answers it by a new connection, and the relay passes bytes between the two, unread, so
 that TLS stays between the ends:
     caller ---- port of relay ==== new connection ---- Attachment ---- target port of the host

@@ -29,7 +29,7 @@ class Unreachable(Exception):
 
 
 class GrpcTransport:
-    """Calls over grpc.aio, with caps on sizes, calls at a time, open channels, and rates of each peer.
+    """Calls over grpc.aio, with caps on sizes, calls at a time, open channels, and rates of each caller's address.
 
     call() raises Unreachable within about `timeout` seconds; serve() returns the port.
     """

@@ -227,6 +227,7 @@ UNSEEN_FOR = 60.0
 class EtcdDiscovery(Discovery):
     """A directory in etcd: EtcdDiscovery("host:2379"). Claims are transactions, and expire with the claimer's lease.
 
+    All claims of one object lie under one lease, with the ttl of the first, and live while any of them is renewed.
     It reads the keys of replicated experts too (etcd/keys.py): the leader takes gradients, all members answer forwards.
     """
 

@@ -1,8 +1,9 @@
 """Replica: one expert at one server, and what the server does with it while another server leads.
 
-A follower accepts an update if its own log ends where the leader's did before it (receive). It answers once the update
-is in its log; the weights follow on the thread that computes, before any call that comes later (_apply). It repeats the
-gradients, not their result, so replicas on equal processors are equal in every bit; digests find those that are not.
+ReplicatedExperts (replicas.py) has one for each expert, and gives it the leader's messages. A follower accepts an
+update if its own log ends where the leader's did before it (receive). It answers once the update is in its log; the
+weights follow on the thread that computes, before any call that comes later (_apply). It repeats the gradients, not
+their result, so replicas on equal processors are equal in every bit; digests find those that are not.
 
 A follower that refuses an update is removed from the record, and takes a copy (_join):
     1. JOIN: the leader copies the expert, and sends every later update from that moment on

@@ -1,6 +1,7 @@
 """Leader: one term of one expert. It orders the expert's updates and answers each when all members have it.
 
-A term goes through three phases; the numbers are those of the invariants of docs/replication.md.
+ReplicatedExperts (replicas.py) makes one when etcd grants the term, and gives it each step that ExpertHost has made. A
+term goes through three phases; the numbers are those of the invariants of docs/replication.md.
     confirming  Bring every member to this log, or remove it from the record (3).
     open        Give each update the next version and send it to all members at once. Answer it when they all have it;
                 a member that does not confirm is first removed from the record in etcd (2, 6). No version is answered

@@ -1,8 +1,8 @@
 """Host experts with one owner each: DeclaredExperts claims them in a directory, WarmCopies copies those of others.
 
-A directory without a leader, such as the DHT, cannot promise that only one server owns an expert: two networks that
-were apart may both have given it away. So a server that loses its claim keeps the expert with all it has learned, and
-stops serving it; a later claim may give it back.
+DeclaredExperts is the Placement of a Server without --registry. A directory without a leader, such as the DHT, cannot
+promise that only one server owns an expert: two networks that were apart may both have given it away. So a server that
+loses its claim keeps the expert with all it has learned, and stops serving it; a later claim may give it back.
 
 A holder of a warm copy looks at the owner by Info, and copies by State when something has changed. When the owner's
 record has expired, the holder claims the expert with its copy (_take_over). An owner that is asked to stop refuses

@@ -6,7 +6,8 @@ size that it announces, before a byte of it is read; then it waits in the queue 
     fair      a peer has half of the memory at most, or one call; the device takes a call of each peer in turn, so that
               a thousand calls of one peer delay another peer's call by one call and not by a thousand
     batched   waiting calls of one kind, forward or backward, are computed together, as many as fit
-ByteBudget lives on the event loop and needs no lock. FairQueue hands jobs from the loop to the thread that computes.
+ByteBudget, which Intake (service.py) asks, lives on the event loop and needs no lock. FairQueue hands jobs from the
+loop to the thread that computes.
 """
 
 import asyncio
@@ -235,7 +236,10 @@ class FairQueue:
             self._changed.notify_all()
 
     def take(self) -> list[Job] | Callable[[], None] | None:
-        """Wait for work -> a task, a batch of jobs that are all forward or all backward, or None after close()."""
+        """Wait for work -> a task, a batch of jobs that are all forward or all backward, or None after close().
+
+        The batch is empty if the deadlines of all have passed.
+        """
         with self._changed:
             while not (self._tasks or self._num_waiting or self._closed):
                 self._changed.wait()

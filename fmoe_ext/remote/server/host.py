@@ -1,9 +1,10 @@
 """ExpertHost: hold a server's experts, compute batches with them, and update them. For the computing thread alone.
 
-A batch is cut into *rounds*: in a round all rows of an expert have one shape, so that all its experts are one product.
-A backward steps each expert once, for all gradients of the round together: an *update*, which gives the next version.
-Senders are answered when `when_committed` calls back: at once, or with replicas when all members have the update.
-Replicas on equal processors repeat an update and get the same bits.
+ComputeThread (service.py) gives it batches of Jobs, and each Job's done() an Answer or an error. A batch is cut into
+*rounds*: in a round all rows of an expert have one shape, so that one call of the stack computes all. A backward steps
+each expert once, for all gradients of the round together: an *update*, which gives the next version. Senders are
+answered when `when_committed` calls back: at once, or with replicas when all members have the update. Replicas on equal
+processors repeat an update and get the same bits.
 """
 
 import functools

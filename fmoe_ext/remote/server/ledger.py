@@ -1,7 +1,8 @@
 """Ledger: the history of one expert. ReplyCache: answers to gradients, for when their clients ask again.
 
-A client whose answer was lost sends its gradient again. So that it counts once, the ledger remembers the ids of the
-requests that were applied, and a copy of the expert carries them along.
+ExpertHost adds each step, and replication/ compares the histories of servers. A client whose answer was lost sends its
+gradient again. So that it counts once, the ledger remembers the ids of the requests that were applied, and a copy of
+the expert carries them along.
 
 An expert's history is a *log* of updates. Each has a version, which counts up by 1, and the term of its leader:
     log        ... 7  8  9  10  11  12    its end is the (term, version) of the last update

@@ -1,6 +1,7 @@
 """Saver: write changed experts to disk after each period, and read all files again now and then to find damage.
 
-What cannot be written is counted and shown (failures), and tried again after the next period.
+A Server with --checkpoint_dir has one. What cannot be written is counted and shown (failures), and tried again after
+the next period.
 """
 
 import asyncio

@@ -179,6 +179,7 @@ class Call:
 class Intake:
     """Admits calls: checks who calls, waits for memory, reads the message, and turns errors into status codes.
 
+    Messages between replicas go through an Intake of their own (replication/messages.py).
     A call announces its size in grpc's metadata, and nothing of it is read before there is memory for all of that. One
     that sends more than it has announced needs room for each further part. grpc itself refuses messages that are longer
     than a part may be (protocol.WHOLE_BYTES), and buffers one window (WINDOW_BYTES) of each call that waits. So a
