@@ -56,6 +56,19 @@ def test_declared_experts_are_found(pair):
     assert all(r.is_live() and r.fence > 0 for r in found if r)
 
 
+def test_claim_outlives_the_lease_of_an_earlier_process_at_its_endpoint(ends, etcd):
+    """The expert was gone from that lease's end until the next renewal, free for others to claim."""
+    earlier, later = ends(EtcdDiscovery(etcd)), ends(EtcdDiscovery(etcd))
+    for one in (earlier, later, later):
+        assert run(one.declare(["expert.0"], "a:1", 30)) == {"expert.0"}
+    (before,) = run(later.get(["expert.0"]))
+    run(earlier.etcd.revoke(earlier._lease))
+    (after,) = run(later.get(["expert.0"]))
+    assert after is not None and (after.endpoints, after.fence) == (("a:1",), before.fence)
+    run(later.withdraw(["expert.0"], "a:1"))
+    assert run(later.get(["expert.0"])) == [None]
+
+
 def test_uid_has_one_owner(pair):
     one, two = pair
     run(one.declare(["expert.0"], "a:1", 10))

@@ -23,6 +23,7 @@ from fmoe_ext.remote import (
     RemoteExpert,
     SchemaError,
     Settings,
+    StaticList,
     Training,
     loop,
     protocol,
@@ -369,6 +370,23 @@ def test_queue_full(ends, serve):
             thread.join()
     assert server.metrics.count("calls_total", code="RESOURCE_EXHAUSTED") > 0
     assert len(server.queue) <= 2
+
+
+def test_endpoint_that_was_given_outlives_a_failure(ends, serve):
+    """After one failure the client asked its discovery alone, which knew no such expert."""
+    server, _ = serve(settings=QUICK)
+    client = ends(Client(StaticList(), QUICK))
+    call, failures = client.caller.call, [Busy("once")]
+
+    async def fail_once(*arguments):
+        if failures:
+            raise failures.pop()
+        return await call(*arguments)
+
+    client.caller.call = fail_once
+    expert = RemoteExpert("expert.0", server.endpoint, client)
+    assert expert(torch.randn(2, D)).shape == (2, D)
+    assert failures == [] and client.counts["retries"] == 1
 
 
 def test_queue_of_one_call_takes_it(serve):

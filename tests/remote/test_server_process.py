@@ -418,6 +418,18 @@ def test_error_that_nobody_expected_ends_the_start_in_one_line(start_server, tmp
             main(["--no_dht", "--custom_module_path", str(module)])
 
 
+def test_custom_module_with_dataclasses(start_server, tmp_path):
+    """They look for the types of their fields in sys.modules, where it was not."""
+    module = tmp_path / "module.py"
+    module.write_text(
+        "from __future__ import annotations\nfrom dataclasses import dataclass\n"
+        "@dataclass\nclass Sizes:\n    hidden_dim: int\n"
+    )
+    process = start_server("--no_dht", "--expert_uids", "expert.0", "--custom_module_path", module)
+    process.endpoint()
+    assert process.end() == 0
+
+
 def test_idle_connections_beyond_the_limit_of_files_do_not_stop_a_client(ends, start_server, tmp_path):
     """1,200 of them against a limit of 1,024 did."""
     module = tmp_path / "few.py"

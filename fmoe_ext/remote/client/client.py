@@ -73,6 +73,9 @@ class Handle:
 
     uid: str
     record: ExpertRecord | None  # None: discovery is asked
+    given: ExpertRecord | None = (
+        None  # the endpoints that the user gave, for an expert that discovery does not know
+    )
     schema: Schema | None = None  # None: not asked for yet
     expert_class: str = ""
     hidden_dim: int = 0
@@ -124,7 +127,8 @@ class Client:
         record = (
             where if isinstance(where, ExpertRecord) or where is None else ExpertRecord(uid, tuple(where))
         )
-        return Handle(check_uid(uid), record, feedback=ErrorFeedback(self.settings.compression))
+        given = None if isinstance(where, ExpertRecord) else record
+        return Handle(check_uid(uid), record, given, feedback=ErrorFeedback(self.settings.compression))
 
     # ---------------------------------------------------------------- calls
 
@@ -286,7 +290,8 @@ class Client:
         """Return the record of the expert, from discovery if it is not known; ExpertGone if there is none."""
         if handle.record is None and self.discovery is not None:
             left = max(0.0, deadline - time.monotonic())
-            (handle.record,) = await self.discovery.get([handle.uid], timeout=left)
+            (found,) = await self.discovery.get([handle.uid], timeout=left)
+            handle.record = found or handle.given
         if handle.record is None or not handle.record.endpoints:
             raise errors.ExpertGone(f"nobody hosts {handle.uid}")
         return handle.record

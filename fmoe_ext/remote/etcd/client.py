@@ -94,6 +94,11 @@ def read(key: str, is_prefix: bool = False, keys_only: bool = False) -> Any:
     return rpc.RequestOp(request_range=rpc.RangeRequest(key=key.encode(), range_end=end, keys_only=keys_only))
 
 
+def _has_value(key: str, value: bytes) -> Any:
+    """Make a comparison: key exists and has this value."""
+    return rpc.Compare(target=rpc.Compare.VALUE, key=key.encode(), value=value)
+
+
 def _prefix_end(prefix: str) -> bytes:
     """Return the first key behind all that begin with prefix: its last byte plus 1 (UTF-8 has no 0xff)."""
     data = prefix.encode()
@@ -234,11 +239,13 @@ class EtcdDiscovery(Discovery):
     def __init__(self, endpoints: str):
         self.etcd = EtcdClient(endpoints)
         self._lease: int | None = None
+        self._held: set[str] = set()  # uids whose keys lie under the lease
 
     async def claim(self, claim: Claim) -> frozenset[str]:
         deadline = time.monotonic() + claim.timeout
         if self._lease is None or not await self.etcd.keep_alive(self._lease, claim.timeout):
             self._lease = await self.etcd.grant(claim.ttl, deadline - time.monotonic())
+            self._held.clear()
         mine, value = set(), dump(Leader("", claim.endpoint))
         for uid in claim.uids:
             key = leader_key(uid)
@@ -246,17 +253,24 @@ class EtcdDiscovery(Discovery):
                 [created_at(key, 0)], [put(key, value, self._lease)], [read(key)], deadline - time.monotonic()
             )
             owner = None if answer.succeeded or not answer.ranges[0] else answer.ranges[0][0]
-            if answer.succeeded or (owner is not None and owner.value == value):
+            is_own = answer.succeeded or (owner is not None and owner.value == value)
+            # of an earlier process at this endpoint, or of a lease that has ended: the key would vanish with that
+            if is_own and not answer.succeeded and uid not in self._held:
+                condition, again = _has_value(key, value), put(key, value, self._lease)
+                left = deadline - time.monotonic()
+                is_own = (await self.etcd.transact([condition], [again], timeout=left)).succeeded
+            if is_own:
                 mine.add(uid)
+                self._held.add(uid)
         return frozenset(mine)
 
     async def withdraw(self, uids: Sequence[str], endpoint: str, *, timeout: float = 5.0) -> None:
         deadline, value = time.monotonic() + timeout, dump(Leader("", endpoint))
         for uid in uids:
             key = leader_key(uid)
-            # the key is not another server's by now
-            is_own = rpc.Compare(target=rpc.Compare.VALUE, key=key.encode(), value=value)
+            is_own = _has_value(key, value)  # it is not another server's by now
             await self.etcd.transact([is_own], [delete(key)], timeout=deadline - time.monotonic())
+            self._held.discard(uid)
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
         names = [check_uid(uid) for uid in uids]

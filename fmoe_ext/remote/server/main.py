@@ -94,8 +94,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         spec = importlib.util.spec_from_file_location("fmoe_server_custom_module", path)
         if spec is None or spec.loader is None or not path.is_file():
             raise SystemExit(f"--custom_module_path {path} is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[spec.name] = module  # where dataclasses look for the types of their fields
         try:
-            spec.loader.exec_module(importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(module)
         except Exception as error:
             raise SystemExit(f"--custom_module_path {path} failed: {_describe(error)}") from None
     # 2. the server; signals are taken first, so that one which comes while it starts is not lost
