@@ -172,7 +172,7 @@ class Auditor:
         grad: torch.Tensor | None = None,
     ) -> Finding:
         """Recompute some rows of an output or, with grad, of the gradients of inputs; Cheated if they differ."""
-        # 1. the truth: these rows by the weights in state, on the CPU, where answers come
+        # 1. the truth: these rows by the weights in state, on the CPU, where the answers are
         num_rows = inputs[0].shape[0]
         chosen = self._random.sample(range(num_rows), min(self.rows, num_rows))
         rows = [x.detach()[chosen].cpu() for x in inputs]

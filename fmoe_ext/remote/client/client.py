@@ -73,9 +73,7 @@ class Handle:
 
     uid: str
     record: ExpertRecord | None  # None: discovery is asked
-    given: ExpertRecord | None = (
-        None  # the endpoints that the user gave, for an expert that discovery does not know
-    )
+    given: ExpertRecord | None = None  # the user's endpoints, if discovery does not know the expert
     schema: Schema | None = None  # None: not asked for yet
     expert_class: str = ""
     hidden_dim: int = 0
