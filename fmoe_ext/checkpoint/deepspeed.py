@@ -45,7 +45,7 @@ def _newest(path: Path) -> Path:
     if not (path / _LATEST).is_file():
         return path
     # DeepSpeed's tags are any text; only those that are names of a folder beside it are followed
-    tag = read_text(inside(path, _LATEST)).strip()
+    tag = read_text(inside(path, _LATEST))
     if not re.fullmatch(r"[\w.-]{1,200}", tag):
         raise CheckpointError(
             f"{path / _LATEST} must hold the name of a folder beside it, but holds {tag[:80]!r}"
@@ -61,10 +61,17 @@ def read_deepspeed(
     path: the folder of one step, or the one above, whose file "latest" names it. mp_rank: which part of a
     tensor-parallel model, as "mp_rank_00"; needed where there are several, which are not merged. trust: run the code in
     files with pickled objects (client_state).
-    Raises CheckpointError for missing experts, and for files that need trust.
+    Raises CheckpointError for other folders, for missing experts, and for files that need trust.
     """
     folder = _newest(Path(path))
+    if not folder.is_dir():
+        raise CheckpointError(f"{folder} is no folder" if folder.exists() else f"{folder} does not exist")
     models = {m["mp"]: file for file in sorted(folder.iterdir()) if (m := _MODEL_FILE.fullmatch(file.name))}
+    if not models:
+        raise CheckpointError(
+            f"{folder} has no mp_rank_*_model_states.pt: give the folder of one step of a DeepSpeed engine, or the one "
+            f"above, whose file {_LATEST} names it"
+        )
     if mp_rank is None and len(models) > 1:
         raise CheckpointError(f"{folder} has several model-parallel parts, name one: {', '.join(models)}")
     part = mp_rank or next(iter(models))

@@ -169,8 +169,10 @@ def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
             if matrix is not None:
                 found[-1].append(matrix.decoded())
             else:  # one that was left in a floating dtype beside packed ones
-                rows, columns = base.tensors[name].shape
-                found[-1].append(Decoded("plain", (rows, columns), (name,), torch.Tensor.float))
+                shape = base.tensors[name].shape
+                if len(shape) != 2:
+                    raise CheckpointError(f"{base.folder}: {name} is {list(shape)}, expected a matrix")
+                found[-1].append(Decoded("plain", (shape[0], shape[1]), (name,), torch.Tensor.float))
         for one, first in zip(found[-1], found[0], strict=True):
             if one.shape != first.shape:
                 raise CheckpointError(
@@ -305,15 +307,7 @@ def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
     # data and scales of w1, gate and up, and of w2, down
     for weight, stacked in zip(("w1", "w2"), MXFP4_STACKS, strict=True):
         blocks, scales = (f"{prefix}{stacked}_{kind}" for kind in ("blocks", "scales"))
-        for name in (blocks, scales):
-            if name not in base.tensors:
-                raise CheckpointError(f"{base.folder} lacks {name}")
-        shape = base.tensors[blocks].shape
-        if len(shape) != 4 or shape[3] != 16 or base.tensors[scales].shape != shape[:3]:
-            raise CheckpointError(
-                f"{base.folder}: {blocks} {list(shape)} and {scales} {list(base.tensors[scales].shape)} do not fit: "
-                "expected [E, out, in / 32, 16] and [E, out, in / 32]"
-            )
+        shape = _blocks_and_scales(base, f"{prefix}{stacked}")[0].shape
         for part, name in (("data", blocks), ("scale", scales)):
             parts[f"{weight}.{part}"] = _part_of(base, base.tensors[name].shape[1:], [[name]] * shape[0])
             used.add(name)
@@ -327,6 +321,21 @@ def mxfp4_layer(base: ModelFolder, path: str) -> tuple[Layer, set[str]] | None:
         )
 
     return Layer(path, (shapes[0], shapes[1]), parts, build), used
+
+
+def _blocks_and_scales(base: ModelFolder, stem: str) -> tuple[StoredTensor, StoredTensor]:
+    """Return a stack in MXFP4, <stem>_blocks and <stem>_scales; CheckpointError for what does not fit."""
+    names = f"{stem}_blocks", f"{stem}_scales"
+    for name in names:
+        if name not in base.tensors:
+            raise CheckpointError(f"{base.folder} lacks {name}")
+    blocks, scales = (base.tensors[name] for name in names)
+    if len(blocks.shape) != 4 or blocks.shape[3] != 16 or scales.shape != blocks.shape[:3]:
+        raise CheckpointError(
+            f"{base.folder}: {names[0]} {list(blocks.shape)} and {names[1]} {list(scales.shape)} do not fit: "
+            "expected [E, out, in / 32, 16] and [E, out, in / 32]"
+        )
+    return blocks, scales
 
 
 def outside_experts(
@@ -377,10 +386,8 @@ def decode(base: ModelFolder) -> None:
     turned = family is not None and family.files.interleaved
     for name in [name for name in base.tensors if name.endswith("_blocks")]:
         stem = name.removesuffix("_blocks")
-        data, scale = base.tensors.pop(name), base.tensors.pop(f"{stem}_scales", None)
-        if scale is None:
-            raise CheckpointError(f"{base.folder} lacks {stem}_scales")
-        base.tensors[stem] = _decoded_mxfp4(data, scale, turned)
+        base.tensors[stem] = _decoded_mxfp4(*_blocks_and_scales(base, stem), turned)
+        del base.tensors[name], base.tensors[f"{stem}_scales"]
         # base.files lists the names by file: blocks and scales become one
         for names in base.files.values():
             if f"{stem}_scales" in names:

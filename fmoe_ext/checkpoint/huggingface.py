@@ -186,6 +186,14 @@ def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredT
             f"{prefix}experts: htoh4.weight {list(w1.shape)} and h4toh.weight "
             f"{None if w2 is None else list(w2.shape)} are no {kind}: expected [E, {rows}, D] and [E, D, H]"
         )
+    # Gates of other kinds (NoisyGate) have other tensors than the router of a layout
+    needed = ("gate.gate.weight", *(GATE_SCALES if layout.gate_scales else ()))
+    if missing := [name for name in needed if name not in left]:
+        found = ", ".join(sorted(name for name in left if name.startswith("gate."))) or "nothing"
+        raise CheckpointError(
+            f"{prefix}gate has {found}, but the router of this Hugging Face layout needs {', '.join(missing)}: build "
+            f"the layer with gate={'normed' if layout.gate_scales else 'softmax'!r}, or another gate of that format"
+        )
     # Gate and experts: interleaved with biases, one tensor for each expert, or stacks
     num_experts = w1.shape[0]
     out = {f"{layout.gate}.weight": left.pop("gate.gate.weight")}

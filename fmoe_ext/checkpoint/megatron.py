@@ -280,7 +280,8 @@ def read_torch_dist(path: Path) -> tuple[dict[str, StoredTensor], list[Path], in
     saved, others = read_metadata(inside(folder, ".metadata"))
     left_out = [*others, *(key for key in saved if key.startswith("optimizer."))]
     tensors: dict[str, StoredTensor] = {}
-    for key, tensor in stored_tensors(folder, {k: t for k, t in saved.items() if k not in left_out}).items():
+    of_model = {key: tensor for key, tensor in saved.items() if not key.startswith("optimizer.")}
+    for key, tensor in stored_tensors(folder, of_model).items():
         match = _OF_ALL_LAYERS.fullmatch(key)
         if match is None or not tensor.shape:
             tensors[key] = tensor

@@ -226,11 +226,15 @@ def check_writable(routing: Mapping[str, Mapping[str, Any]], prefix: str, layout
 def needed_config(routing: Mapping[str, Mapping[str, Any]], layout: str) -> dict[str, Any]:
     """Return the values that config.json needs for layers that were converted to a layout."""
     config: dict[str, Any] = {}
-    keys = FAMILIES[layout].config if layout in FAMILIES else _USUAL_CONFIG
+    family = FAMILIES.get(layout)
+    keys = family.config if family else _USUAL_CONFIG
+    act_key = family.activation_key if family else "hidden_act"
     for options in routing.values():
         config |= {key: options[name] for name, key in keys.items() if name in options}
-        if options.get("activation") in ("geglu", "geglu_tanh"):
-            config["hidden_act"] = _HIDDEN_ACT[options["activation"]]
+        act = _HIDDEN_ACT.get(options.get("activation", ""))
+        # hidden_act of these models is silu anyway; other keys have other defaults
+        if act is not None and act_key and (act_key, act) != ("hidden_act", "silu"):
+            config[act_key] = act
     return config
 
 
@@ -260,7 +264,7 @@ def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
     if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]
     ours = {theirs: name for name, theirs in hidden_acts(family).items()}
-    said_act = said.get(family.activation_key, "silu")
+    said_act = said.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
     return ours.get(said_act, str(said_act))
 
 

@@ -31,6 +31,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--tokenizer", help="folder or name of the text's tokenizer, the model's by default")
     parser.add_argument("--memory", default="auto", help='for the model while it reads the text, as "8GiB"')
     options = parser.parse_args(arguments)
+    if options.tokenizer and not options.text:
+        parser.error("--tokenizer is for --text, which it turns into token ids")
     try:
         tokens = read_tokens(options.tokens) if options.tokens else None
         if options.text:

@@ -308,7 +308,9 @@ def _converted(
     if family.in_modules.place:  # the block has other parts
         parts = tuple(f"{part.partition('.')[0]}." for part in (gate, *family.in_modules.experts))
         values = {key: value for key, value in values.items() if key.startswith(parts)}
-    found = find_layer({key: StoredTensor.of(value) for key, value in values.items()}, "", gate)
+    # not detached: what is read of them requires a gradient if one of them does
+    stored = {key: StoredTensor(value.shape, value.dtype, lambda v=value: v) for key, value in values.items()}
+    found = find_layer(stored, "", gate)
     # Every tensor is taken or refused: one left over is a part of the block that ours does not compute
     kept = {key for key in values if family.norm and key.startswith(f"{family.norm}.")}
     if found is None or found[1] != values.keys() - kept:
@@ -349,14 +351,16 @@ def _converted(
             width = shared.shape[2]
             layer.shared_experts = SharedExperts(d_model, width, family.shared_activation, False, has_gate)
     # The block's tensors as its parameters and buffers
-    like = values[f"{gate}.weight"]
-    for key, value in {key: tensor.read() for key, tensor in tensors.items()}.items():
+    device = values[f"{gate}.weight"].device
+    with torch.enable_grad():
+        read = {key: tensor.read() for key, tensor in tensors.items()}
+    for key, value in read.items():
         path, _, attribute = key.rpartition(".")
         module = layer.get_submodule(path)
+        trains, value = value.requires_grad, value.detach()
         if attribute in module._parameters:
-            # frozen if the block's gate is
-            value = nn.Parameter(value, requires_grad=like.requires_grad)
-        setattr(module, attribute, value.to(like.device))
+            value = nn.Parameter(value, requires_grad=trains)  # what was frozen stays so
+        setattr(module, attribute, value.to(device))
     layer.mark_parallel_comm("dp")
     # What the family computes around the experts
     if family.norm:

@@ -404,7 +404,10 @@ class _Gguf(_Job):
         self.vocabulary = None
         if self.has_vocabulary:
             generation = files.folder / "generation_config.json"
-            stops = read_json(generation).get("eos_token_id") if generation.exists() else None
+            said = (
+                read_json(generation) if generation.exists() else files.config.to_dict()
+            )  # as generate() does
+            stops = said.get("eos_token_id")
             stops = [stops] if isinstance(stops, int) else stops or []  # ids at which an answer ends
             self.vocabulary = read_vocabulary(files.folder, files.config, stops)
 

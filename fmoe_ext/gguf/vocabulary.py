@@ -420,7 +420,8 @@ def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -
         if number is None and kind in ("bos", "eos", "pad"):
             number = getattr(config, f"{kind}_token_id", None)
         if isinstance(number, list):  # a configuration's list: the others end an answer, too
-            number, stops = number[0], [*stops, *number[1:]]
+            number, *more = number or [None]
+            stops = [*stops, *more]
         if number is not None and 0 <= number < config.vocab_size:
             ids[kind] = int(number)
     if "eos" not in ids:
@@ -430,7 +431,7 @@ def _special_ids(name: str, tokenizer: Any, config: Any, stops: Iterable[int]) -
     # Without the key llama.cpp would take token 11 (gpt2) or 1 (llama), whatever they are here
     ids.setdefault("bos", ids["eos"])
     # Other ids that end an answer become eot and eom, the two further keys that end one
-    further = sorted({*stops} - {ids["eos"]})
+    further = sorted(n for n in {*stops} - {ids["eos"]} if 0 <= n < config.vocab_size)
     for kind, number in zip(("eot", "eom"), further, strict=False):
         ids[kind] = int(number)
     if further[2:]:  # a warning only: llama.cpp finds some by their texts

@@ -164,7 +164,7 @@ def _values(tensor: StoredTensor, kind: str, weighs: StoredTensor | None = None)
 
 def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads: int = 0) -> None:
     """Add a configuration's metadata to a GGUFWriter, each key in the type of its value."""
-    writer.add_name(config.architectures[0])
+    writer.add_name((config.architectures or [config.model_type])[0])
     add = {bool: writer.add_bool, int: writer.add_uint32, float: writer.add_float32, str: writer.add_string}
     add[list] = writer.add_array
     fields = architecture.fields(config)

@@ -13,9 +13,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from safetensors.torch import load_file, save_file
 from torch import nn
+from transformers import CONFIG_MAPPING
 
 from fmoe_ext import ExpertChoiceGate, FMoETransformerMLP, SoftmaxGate, checkpoint
 from fmoe_ext.checkpoint.cli import main
+from fmoe_ext.checkpoint.routing import needed_config, routing_of_config
 
 D, H, E = 6, 5, 4
 
@@ -189,6 +191,44 @@ def test_config_must_name_the_gates_options(tmp_path, capsys):
     assert expected in capsys.readouterr().out
     with pytest.raises(SystemExit, match="normalize=False, expected True"):
         main(["convert", str(tmp_path / "ours"), "--to", "hf-mixtral", "-o", str(tmp_path / "mixtral")])
+
+
+@pytest.mark.parametrize(
+    ("activation", "layout", "expected"),
+    [
+        ("swiglu", "mixtral", {}),
+        ("geglu", "mixtral", {"hidden_act": "gelu"}),
+        ("geglu_tanh", "gemma4_text", {"hidden_activation": "gelu_pytorch_tanh"}),
+        ("swiglu", "gemma4_text", {"hidden_activation": "silu"}),
+        ("relu", "nemotron_h", {"mlp_hidden_act": "relu"}),
+        ("swiglu", "lfm2_moe", {}),
+        ("limited_swiglu", "hy_v4", {}),
+    ],
+)
+def test_config_must_name_the_activation(activation, layout, expected):
+    """Under the family's own key, which may have another default than silu."""
+    assert needed_config({"mlp": {"activation": activation}}, layout) == expected
+
+
+@pytest.mark.parametrize(
+    ("config", "expected"),
+    [
+        ({"model_type": "cohere2_moe"}, {"gate": "SoftmaxGate", "normalize": True, "activation": "swiglu"}),
+        (
+            {"model_type": "gemma4_text"},
+            {"gate": "NormedGate", "normalize": True, "activation": "geglu_tanh"},
+        ),
+        (
+            {"model_type": "nemotron_h"},
+            {"gate": "SigmoidGate", "group_best": 2, "activation": "relu2"},
+        ),
+    ],
+)
+def test_keys_that_config_lacks_have_their_defaults(config, expected):
+    assert routing_of_config(config) == expected
+    made = CONFIG_MAPPING[config["model_type"]]().to_dict()
+    assert routing_of_config(made)["activation"] == expected["activation"]
+    assert routing_of_config(made)["gate"] == expected["gate"]
 
 
 @pytest.mark.parametrize(

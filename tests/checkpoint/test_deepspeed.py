@@ -10,6 +10,7 @@ from torch import nn
 from fmoe_ext import FMoE, FMoETransformerMLP, checkpoint
 from fmoe_ext.checkpoint import convert
 from fmoe_ext.checkpoint.cli import main
+from fmoe_ext.checkpoint.deepspeed import read_deepspeed
 from fmoe_ext.gates import SoftmaxGate
 
 E, D, H = 4, 8, 12
@@ -169,3 +170,14 @@ def test_latest_cannot_leave_the_folder(folder):
     (folder / "latest").write_text("../elsewhere")
     with pytest.raises(checkpoint.CheckpointError):
         convert.read(folder)
+
+
+def test_folder_without_a_model(tmp_path):
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"has no mp_rank_\*_model_states\.pt: give the folder"
+    ):
+        read_deepspeed(tmp_path)
+    with pytest.raises(checkpoint.CheckpointError, match="has no mp_rank_"):
+        read_deepspeed(tmp_path, mp_rank="mp_rank_00")
+    with pytest.raises(checkpoint.CheckpointError, match="none does not exist"):
+        read_deepspeed(tmp_path / "none")

@@ -304,3 +304,25 @@ def test_config_names_the_files_of_the_weights(tmp_path):
     ):
         with pytest.raises(CheckpointError, match=message):
             read(named)
+
+
+@pytest.mark.parametrize(
+    ("gate", "layout", "text"),
+    [
+        (
+            "noisy",
+            "mixtral",
+            r"gate has gate\.w_gate, gate\.w_noise, .* needs gate\.gate\.weight: .*gate='softmax'",
+        ),
+        (
+            "softmax",
+            "gemma4_text",
+            "needs gate.input_scale, gate.expert_scale: build the layer with gate='normed'",
+        ),
+    ],
+)
+@pytest.mark.parametrize("bare", [False, True])
+def test_gates_with_other_tensors_are_refused_by_name(gate, layout, text, bare):
+    layer = FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=gate)
+    with pytest.raises(CheckpointError, match=text):
+        to_huggingface(layer.state_dict() if bare else layer, layout)

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.expert_layers import decode
 from fmoe_ext.checkpoint.methods import is_usual, kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
@@ -130,6 +131,23 @@ def test_projections_in_different_packings_are_decoded(tmp_path):
     w1, w2 = read(layer, [0, 1])
     assert torch.equal(w1[1], torch.cat((values[1, "gate_proj"], values[1, "up_proj"])))
     assert torch.equal(w2[0], values[0, "down_proj"])
+
+
+def test_plain_tensor_beside_packed_ones_must_be_a_matrix(tmp_path):
+    name = "mxfp4-pack-quantized"
+    tensors, _ = tensors_of(name)
+    stem = f"{PATH}.1.up_proj.weight"
+    tensors = {key: value for key, value in tensors.items() if not key.startswith(stem)}
+    base = save(tmp_path, tensors | {stem: torch.ones(4)}, CONFIGS[name])
+    with pytest.raises(CheckpointError, match=rf"{stem} is \[4\], expected a matrix"):
+        packed_layer(base, PATH)
+
+
+def test_blocks_and_scales_of_mxfp4_must_fit(tmp_path):
+    blocks, scales = torch.zeros(2, 3, 1, 16, dtype=torch.uint8), torch.zeros(2, 3, dtype=torch.uint8)
+    base = save(tmp_path, {"a_blocks": blocks, "a_scales": scales}, {"quant_method": "mxfp4"})
+    with pytest.raises(CheckpointError, match=r"a_blocks \[2, 3, 1, 16\] and a_scales \[2, 3\] do not fit"):
+        decode(base)
 
 
 @pytest.mark.parametrize("name", CONFIGS)

@@ -413,6 +413,23 @@ def test_refused_by_name(model, tmp_path):
     assert not (tmp_path / "out").exists()
 
 
+def test_config_without_a_class_or_generation_config(model, tmp_path):
+    """Both may be absent: Transformers reads such a folder, and ends an answer at config.json's tokens."""
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    folder = tmp_path / "model"
+    shutil.copytree(model, folder)
+    (folder / "generation_config.json").unlink(missing_ok=True)
+    config = json.loads((folder / "config.json").read_text())
+    del config["architectures"]
+    (folder / "config.json").write_text(json.dumps(config | {"eos_token_id": [7, 9]}))
+    export_quantized(folder, tmp_path / "out", "gguf", "q8_0")
+    fields = gguf.GGUFReader(tmp_path / "out/model.gguf").fields
+    assert fields["general.name"].contents() == "qwen3_moe"
+    ids = {kind: fields[f"tokenizer.ggml.{kind}_token_id"].contents() for kind in ("eos", "eot", "eom")}
+    tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(folder)
+    assert ids == {"eos": tokenizer.eos_token_id, "eot": 7, "eom": 9}
+
+
 def test_command(model, tmp_path, capsys):
     line = [str(model), "--to", "gguf", "--type", "q8_0", "-o", str(tmp_path / "out")]
     assert cli.main(line) == 0
@@ -426,6 +443,9 @@ def test_command(model, tmp_path, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([str(model), "--to", "gguf", "--type", "nf4", "-o", str(tmp_path / "no")])
     assert str(end.value) == "error: llama.cpp has no type nf4: take --type q4_k, or --to packed"
+    with pytest.raises(SystemExit):
+        cli.main([*line[:-1], str(tmp_path / "no"), "--tokenizer", str(model)])
+    assert "--tokenizer is for --text" in capsys.readouterr().err
 
 
 def test_export_that_was_ended_goes_on(model, tmp_path, monkeypatch):

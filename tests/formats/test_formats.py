@@ -213,6 +213,19 @@ def test_import_of_a_model_in_memory():
         fmoe_ext.import_model(make("mixtral", output_router_logits=True))
 
 
+@pytest.mark.parametrize("frozen", ["gate.", "experts.", "shared_expert."])
+def test_what_was_frozen_stays_frozen(frozen):
+    """And the rest of the layer trains."""
+    model = make("qwen2_moe", **MODELS["qwen2_moe"])
+    for name, parameter in model.model.layers[0].mlp.named_parameters():
+        parameter.requires_grad_(not name.startswith(frozen))
+    ours = {"shared_expert.": "shared_experts.mlp."}.get(frozen, frozen)
+    parameters = dict(fmoe_ext.import_model(model).model.layers[0].mlp.named_parameters())
+    assert len(parameters) == 6 and any(name.startswith(ours) for name in parameters)
+    for name, parameter in parameters.items():
+        assert parameter.requires_grad != name.startswith(ours), name
+
+
 @pytest.mark.parametrize("name", ["mixtral", "qwen3_moe", "qwen2_moe", "olmoe"])
 def test_router_logits_are_refused_by_name(name):
     model = fmoe_ext.import_model(make(name, **MODELS[name]))

@@ -179,6 +179,20 @@ def test_added_tokens(tmp_path):
         read_vocabulary(tokenizer, model.config, [ids[0], 7, 8, 9])
 
 
+def test_ids_at_which_an_answer_ends():
+    """By the configuration where the tokenizer has none; what is no token is left out."""
+    tokenizer = byte_level(QWEN2)
+    tokenizer.eos_token = None
+    config = MixtralConfig(vocab_size=1024, eos_token_id=[5, 6])
+    assert (
+        read_vocabulary(tokenizer, config, [-1, 1024, 8]).ids.items()
+        >= {"eos": 5, "eot": 6, "eom": 8}.items()
+    )
+    config.eos_token_id = []
+    with pytest.raises(CheckpointError, match="has no eos token"):
+        read_vocabulary(tokenizer, config)
+
+
 def test_pruned_file_keeps_its_vocabulary(tmp_path):
     """Keys, types and order of tokenizer.*, and llama.cpp's ids."""
     from fmoe_ext.compress import prune

@@ -32,6 +32,11 @@ _FAMILY = Family(
         "top_k": "num_experts_per_tok",
         "normalize": "norm_topk_prob",
     },
+    defaults={
+        "expert_selection_fn": "softmax",
+        "norm_topk_prob": True,
+        "shared_expert_combination_strategy": "average",
+    },
     layers=kinds_of_layers,
     read=_read,
     extra=lambda values, facts: {

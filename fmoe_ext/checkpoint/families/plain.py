@@ -87,6 +87,7 @@ _GEMMA4 = Family(
         "top_k": "top_k_experts",
         "rms_eps": "rms_norm_eps",
     },
+    defaults={"hidden_activation": "gelu_pytorch_tanh"},
     fixed={"normalize": True},
     layers=as_configured,
 )
@@ -255,6 +256,7 @@ _NEMOTRON_H = Family(
         "num_groups": "n_group",
         "topk_groups": "topk_group",
     },
+    defaults={"mlp_hidden_act": "relu2"},
     fixed={"group_best": 2},  # a group's score is the sum of its two best experts
     unsupported={"mlp_bias": False},
     layers=as_configured,
