@@ -1,7 +1,8 @@
 """Find the experts of a layer in a model's folder by the path of their module, for finetune/adapters.
 
 An adapter names modules of the model. Which tensors of the files these are, Transformers' own table says for the
-architectures that it knows (weight_names.py); for others the names of known layouts do.
+architectures that it knows (weight_names.py); for others the names of known layouts do. at() returns an Experts: names
+of tensors, sizes, and the order of their rows and columns; no values are read.
 """
 
 from __future__ import annotations
@@ -25,9 +26,9 @@ class Experts:
     d_model: int
     d_hidden: int
     is_stack: bool = False  # all experts are in one tensor, whose name is repeated
-    turned: bool = False  # stored [in, out]
-    interleaved: bool = False  # the files have rows gate, up, gate, up, ...
-    in_turn: bool = False  # the model has them so, too
+    turned: bool = False  # the files have [in, out], not [out, in]
+    interleaved: bool = False  # the files have gate, up, gate, up, ... in place of gates before ups
+    in_turn: bool = False  # the model's module has them in that order, too (GPT-OSS)
 
     @property
     def num_experts(self) -> int:

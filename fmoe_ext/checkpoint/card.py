@@ -1,6 +1,7 @@
 """Write a model card, README.md as the Hugging Face hub reads it: what a folder was made from, how, what was measured.
 
-Its head is YAML between two lines of dashes. JSON's texts and lists are YAML, too, so no package is needed.
+export(), save_pretrained() of our models, `fmoe export`, `fmoe prune` and `fmoe adapter` put one into a folder that has
+none. Its head is YAML between two lines of dashes. JSON's texts and lists are YAML, too, so no package is needed.
 """
 
 import json

@@ -9,7 +9,9 @@ lets four classes be replaced:
     loading   Planner       refuses entries that are no tensors, which DCP would unpickle
               Reader        reads chunks from a folder, by that manifest
 
-What comes from a file is checked here, and is never more than a tensor of the announced shape and dtype.
+store.py gives them to dcp.save() and dcp.load(). A SavedTensor is what the manifest says of one tensor, and
+fingerprints() compare the copies of several ranks. What comes from a file is checked here, and is never more than a
+tensor of the announced shape and dtype.
 """
 
 import functools

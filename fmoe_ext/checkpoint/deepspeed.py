@@ -7,7 +7,8 @@
     theirs   deepspeed_moe.gate.wg.weight [E, D], deepspeed_moe.experts.deepspeed_experts.<e>.*
     ours     gate.gate.weight [E, D], experts.htoh4.*, experts.h4toh.* [E, *]; experts.<e>.* for other experts than MLPs
 
-State of optimizers is not read: ZeRO flattens it over ranks.
+`fmoe checkpoint` reads files by read_deepspeed(); from_deepspeed() converts a state dict in memory. State of optimizers
+is not read: ZeRO flattens it over ranks.
 """
 
 import re

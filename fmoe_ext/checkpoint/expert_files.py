@@ -1,5 +1,6 @@
 """Describe where the weights of experts are in files, and how their bytes fill a buffer: Layer, Part and Span.
 
+expert_layers.py makes a Layer from safetensors files and gguf/reading.py from GGUF; finetune/streaming reads its spans.
 A Layer has a few Parts: w1 and w2, or data, scale and zero of each. A Part has, for every expert, its Spans: bytes of a
 file and where they go. A buffer for n experts has the parts one after the other, each with n slots:
 

@@ -10,7 +10,8 @@ layer_of() takes one of the first three. Each ends in Parts whose spans say whic
     decoded        any other packing, or several in one layer: float32, computed from the bytes (_decoded_part)
     MXFP4          GPT-OSS's own names: stacks of blocks and scales (mxfp4_layer)
 
-outside_experts() has the other tensors. decode() makes a packed folder look like a plain one.
+outside_experts() has the other tensors. model_files.py, the way of all readers to a model's files, calls these.
+decode() makes a packed folder look like a plain one, for import_model(), adapters and `fmoe prune`.
 """
 
 from __future__ import annotations
@@ -162,7 +163,7 @@ def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
         raise CheckpointError(
             f"{base.folder}: {weight.names[0][0]} is plain, but other experts of its layer are packed"
         )
-    found: list[list[Decoded]] = []
+    found: list[list[Decoded]] = []  # for each expert its matrices
     for names, of_expert in zip(weight.names, matrices, strict=True):
         found.append([])
         for name, matrix in zip(names, of_expert, strict=True):

@@ -5,6 +5,7 @@
     iter_0001000/mp_rank_00_dp_rank_0001/model_optim_rng.pt     rank 1: its experts
     (mp_rank_00_003 and mp_rank_00_003_dp_rank_0001 with pipeline stages)
 
+`fmoe checkpoint` and checkpoint.read_fastmoe(), merge_fastmoe() and write_fastmoe() come here.
 Rank r holds the experts [r * e, (r + 1) * e), as experts.<i>.htoh4.weight [1, H, D] or experts.htoh4.weight [e, H, D].
 The state of the optimizer is not read: FastMoE numbers it by an order that is not in the file.
 """
@@ -174,7 +175,8 @@ def merge_fastmoe(models: Sequence[Mapping[str, Any]]) -> dict[str, StoredTensor
                     f"{name} differs between ranks: {[[*t.shape, str(t.dtype)] for t in ordered]}"
                 )
             whole = (sum(t.shape[0] for t in ordered), *shape[1:])
-            merged[name] = StoredTensor(whole, first.dtype, functools.partial(_concatenated, ordered))
+            read = functools.partial(lambda parts: torch.cat([part.read() for part in parts]), ordered)
+            merged[name] = StoredTensor(whole, first.dtype, read)
             if rest in _FUSED_NAMES:
                 counts.add(whole[0])
         # The gate knows how many experts there are: the missing file of a last rank shows here
@@ -195,10 +197,6 @@ def _expert_names(model: Iterable[str]) -> dict[str, set[str]]:
         if (match := EXPERT_NAME.fullmatch(name)) is not None:
             names.setdefault(match["layer"] or "", set()).add(name)
     return names
-
-
-def _concatenated(tensors: Sequence[StoredTensor]) -> torch.Tensor:
-    return torch.cat([tensor.read() for tensor in tensors])
 
 
 def write_fastmoe(

@@ -6,8 +6,10 @@ theirs   a Layout of families/; "fused" is what most modules of Transformers hav
          experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]
 
 A state dict does not say which layout it has, so find_layer() looks for the names of all layouts, and tells those that
-share names apart by their shapes. to_layout() is the way back. Both make StoredTensors: a weight is read when the
+share names apart by their shapes. _to_layout() is the way back. Both make StoredTensors: a weight is read when the
 result is, one expert of it if only its rows are asked for. All other tensors of a model pass through under their names.
+
+load(), `fmoe checkpoint`, import_model() and export() convert by them.
 
 E experts, D width of the model, H width of an expert. "In turn" are rows gate, up, gate, up, ... (GPT-OSS).
 """
@@ -172,7 +174,7 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
     return layer, used
 
 
-def to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredTensor]:
+def _to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, StoredTensor]:
     """Convert a layer of ours, {name in the layer: tensor}, to {name: tensor} of a layout.
 
     prefix: where the layer is, for errors. Raises CheckpointError for tensors that the layout has no place for.
@@ -299,8 +301,8 @@ def _transposed(tensor: StoredTensor) -> tuple[int, ...]:
 def from_huggingface(state_dict: _StateDict, names: Container[str] = ()) -> dict[str, Any]:
     """Convert a state dict in any of the Hugging Face layouts to ours; values are tensors or StoredTensors.
 
-    Each layer may have its own layout. A layer called block_sparse_moe becomes mlp, unless `names`, the names of the
-    model's tensors, have it under its own name.
+    Each layer may have its own layout. A layer that its layout calls otherwise (block_sparse_moe, mixer) becomes mlp,
+    unless `names`, the names of the model's tensors, have it under that name.
     Raises CheckpointError if experts are missing or shapes do not fit.
 
     Example:
@@ -398,7 +400,7 @@ def to_huggingface(
         )
     # Convert each, under the layer's name in the layout
     for prefix, layer in layers.items():
-        converted = to_layout(prefix, layer, into)
+        converted = _to_layout(prefix, layer, into)
         if isinstance(layout, str):
             check_writable(routing or {}, prefix, layout)
         renamed = prefix.removesuffix(f"{into.place}.") if into.place else _renamed(prefix, into.block)
@@ -417,7 +419,7 @@ def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[st
 
 
 def is_huggingface(names: Iterable[str]) -> bool:
-    """True if one of these names is that of an expert's weight in a Hugging Face layout."""
+    """True if one of these is the name of an expert's weight in a Hugging Face layout."""
     return any(_EXPERTS.fullmatch(name) for name in names)
 
 

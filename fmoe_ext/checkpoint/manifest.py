@@ -1,9 +1,10 @@
 """Read and write manifest.json, a checkpoint's description of itself; all of it is checked before any is used.
 
-It has the step, the shapes and places of tensors, sizes and SHA-256 of files, the record of the optimizer, what gates
-compute, the user's `extra`, and its own SHA-256 over the other entries. Versions: 1, which is only read, says in
-.metadata, a pickle of torch's, where the tensors are; 2 says it itself; 3 has an `extra` for each rank. A file is
-written in version 2 if that can say it, so that older readers refuse only what they do not know.
+save() makes a Manifest, store.py writes it as the last file of the folder, and load() returns it. It has the step, the
+shapes and places of tensors, sizes and SHA-256 of files, the record of the optimizer, what gates compute, the user's
+`extra`, and its own SHA-256 over the other entries. Versions: 1, which is only read, says in .metadata, a pickle of
+torch's, where the tensors are; 2 says it itself; 3 has an `extra` for each rank. A file is written in version 2 if that
+can say it, so that older readers refuse only what they do not know.
 """
 
 import hashlib

@@ -8,6 +8,7 @@
     "stacked"   experts.experts.linear_fc{1,2}.{weight,bias} [E, *]: its checkpoints (torch_dist), of both
     "grouped"   experts.weight1 [D, E * H1], weight2 [E * H, D], which it reads as [E, D, H1] and [E, H, D]: GroupedMLP
 
+from_megatron_core() and to_megatron_core() convert state dicts, `fmoe checkpoint` reads folders by read_torch_dist().
 Gated experts have gate before up in both (H1 = 2H). Tensors are those of one rank without tensor parallelism, or of a
 whole checkpoint. A folder of torch.distributed.checkpoint, Megatron's or another program's:
 

@@ -341,7 +341,7 @@ class _Files:
 def _compare(state: ModelState, names: set[str], saved: Mapping[str, StoredTensor], cast: bool) -> None:
     """Raise CheckpointError that lists all differences between a model and what is saved, if there are any.
 
-    names: those of all ranks together. cast: other dtypes of parameters are none; other dtypes of buffers never are.
+    names: those of all ranks together. cast: parameters may have other dtypes. Buffers always may.
     """
     layers = describe_layers({name: tensor.shape for name, tensor in saved.items()})
     # A different number of experts explains many other differences: only that is said

@@ -2,11 +2,11 @@
 
 There are three ways to a folder, in the order of files.py (data, names, rename, folder):
 
-    new_folder()    a new one, in one call: a folder beside it is renamed
-    continued()     a new one, over several calls of one job that may be interrupted anywhere: what is done stays in
-                    .<out>.<doing>, with a note of the job
-    replacing()     a model in a folder that has other files, too: files can only be renamed one by one, so config.json
-                    goes first and comes last, and a folder without it is refused (check_is_whole)
+    new_folder()    export(): a new one, in one call: a folder beside it is renamed
+    continued()     `fmoe export`, `fmoe prune`, `fmoe adapter merge`: a new one, over several calls of one job that may
+                    be interrupted anywhere: what is done stays in .<out>.<doing>, with a note of the job
+    replacing()     save_pretrained(): a model in a folder that has other files, too: files can only be renamed one by
+                    one, so config.json goes first and comes last, and a folder without it is refused (check_is_whole)
 
 write_model_files() splits tensors into shards with an index.
 """

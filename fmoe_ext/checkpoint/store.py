@@ -166,7 +166,7 @@ def compare_replicas(
 
     chunks: what this rank has. Raises CheckpointError if one name stands for tensors of several shapes.
     """
-    # Ranks exchange fingerprints, of what several of them have alone
+    # Ranks exchange fingerprints of those chunks that several of them have
     places = gather(list(chunks), process_group)
     holders = Counter(place for of_rank in places for place in of_rank)
     with together("comparing replicas", process_group):

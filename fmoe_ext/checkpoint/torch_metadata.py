@@ -1,8 +1,8 @@
 """Read torch's `.metadata`, a pickle that says where the tensors of a checkpoint are, without running anything in it.
 
-A pickle is a program that names classes and calls them. Here where it names one of CLASSES it gets a class of records,
-which note their arguments and state and do nothing. A dtype of torch stays a name, and any other name is refused
-(_Unpickler). Before that,
+The folders are Megatron-core's (megatron.py) and ours of version 1 (manifest.py). A pickle is a program that names
+classes and calls them. Here, where it names one of _CLASSES it gets a class of records, which note their arguments and
+state and do nothing. A dtype of torch stays a name, and any other name is refused (_Unpickler). Before that,
 _check_program() reads the instructions one by one, because Python's Unpickler can be made to use up time or memory:
 
 * only instructions that build plain values and records are allowed;
@@ -30,7 +30,7 @@ T = TypeVar("T")
 _OF_DCP = "torch.distributed.checkpoint"
 _MAX_BYTES = 2**30
 _MAX_VALUES = 1000  # of a tuple; sizes have up to 64
-CLASSES = frozenset(
+_CLASSES = frozenset(
     {
         ("builtins", "getattr"),  # a member of an enum, as Python 3.11.0 to 3.11.3 write it
         ("collections", "OrderedDict"),
@@ -77,7 +77,7 @@ class _Name(NamedTuple):
 
 
 class _Record:
-    """One object of the file: the arguments of its class, and its state. Each of CLASSES is a subclass."""
+    """One object of the file: the arguments of its class, and its state. Each of _CLASSES is a subclass."""
 
     __slots__ = ("args", "state")
     args: tuple[Any, ...]
@@ -97,7 +97,7 @@ class _Record:
 
 
 _RECORDS = MappingProxyType(
-    {place: type(place[1], (_Record,), {"__slots__": (), "of": place[1]}) for place in CLASSES}
+    {place: type(place[1], (_Record,), {"__slots__": (), "of": place[1]}) for place in _CLASSES}
 )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from typing import Any
 
 # Keys of configurations for the number of heads
-NUMBERS_OF_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
+_NUMBERS_OF_HEADS = ("num_nextn_predict_layers", "num_mtp_layers", "mtp_num_hidden_layers")
 _HEAD = re.compile(r"(?:.*\.)?mtp(?:_\w+)?\.|(?:.*\.)?layers\.(\d+)\.")
 
 
@@ -37,6 +37,6 @@ def worded(names: Iterable[str], config: Any) -> str:
 def without_heads(config: Any) -> None:
     """Say in a configuration of Transformers, in place, that there are no heads."""
     for part in {id(part): part for part in (config, config.get_text_config())}.values():
-        for key in NUMBERS_OF_HEADS:
+        for key in _NUMBERS_OF_HEADS:
             if getattr(part, key, None):
                 setattr(part, key, 0)

@@ -7,9 +7,9 @@ The table has renamings and converters. A converter takes the tensors that match
 
 Reversed it makes the files' tensors from parameters. Three ways to use it:
 
-    WeightNames        which tensors of a folder make a parameter, and how: for readers of byte ranges
-    as_written()       a model's tensors as save_pretrained writes them, each read when it is written
-    as_in_modules()    tensors of files as the modules have them
+    WeightNames        which tensors of a folder make a parameter, and how: for readers of byte ranges (model_files.py)
+    as_written()       a model's tensors as save_pretrained writes them, each read when it is written: for export()
+    as_in_modules()    tensors of files as the modules have them: for load_state_dict() and weights beside experts
 """
 
 from __future__ import annotations

@@ -2,8 +2,9 @@
 
 An error d of a weight's row changes an output by x d, so the mean of its square over a text is d E[x x^T] d. The
 diagonal of E[x x^T], the mean square of each input, stands for all of it, as in llama.cpp's importance matrix: one
-number for each input. The model is streamed over the text with a layer in memory. Hooks see the inputs of linear layers
-and of experts; an expert's second weight has inputs that no hook sees, so the hook computes its first product again.
+number for each input. The model is streamed over the text within a budget of memory. Hooks see the inputs of linear
+layers and of experts; an expert's second weight has inputs that no hook sees, so the hook computes its first product
+again. quantized.py calls measure(), and gives the means to frozen.quantize().
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ model's own output layer:
 
 as in DeepSeek-V3, section 2.2: https://arxiv.org/abs/2412.19437. The modules are those with which Transformers drafts
 in generate(use_mtp=True), MtpModel, whose forward samples tokens. So TrainedHeads.loss() calls its layers, and
-WithHeads adds the loss to the model's by hooks.
+WithHeads adds the loss to the model's by hooks. import_model() makes both; export() and save_pretrained() write the
+heads as the files had them (in_files()).
 """
 
 from __future__ import annotations

@@ -7,7 +7,8 @@
              experts of one weight of a layer
     restart  a call that was interrupted goes on after the files that are whole
 
-export_quantized() is the entry. _Packed writes the folder, _Gguf the file, and _Job is what they share.
+export_quantized() is the entry, which cli.py calls. _Packed writes the folder, _Gguf the file, and _Job is what they
+share.
 """
 
 from __future__ import annotations

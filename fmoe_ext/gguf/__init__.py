@@ -5,8 +5,8 @@
     gguf_layers(file)                        the experts of each layer as byte ranges
     outside_experts(file, config, shapes)    every other tensor, under Transformers' names
 
-An architecture of llama.cpp is a class in architectures/, and architecture.py says what one is. metadata.py compares
-files with configurations, vocabulary.py translates tokenizers, writing.py writes files.
+model_files.py reads by these; export() and `fmoe export` write by writing.py, with vocabulary.py for tokenizers.
+An architecture of llama.cpp is a class in architectures/, and architecture.py says what one is.
 """
 
 from fmoe_ext.gguf.file import open_gguf

@@ -1,4 +1,4 @@
-"""Convert GGUF's blocks to the tensors of frozen.Quantized and back.
+"""Convert GGUF's blocks to the tensors of frozen.Quantized and back, for reading.py and writing.py.
 
 Most types stay as they lie: operators read their blocks. MXFP4 and NVFP4 have operators for other layouts, so codes and
 scales are taken apart, and the codes reordered: a block of GGUF has the first half of the values in low nibbles and the

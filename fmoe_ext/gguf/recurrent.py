@@ -1,4 +1,8 @@
-"""Parts that architectures with other layers than attention share: such a layer has 0 key heads in a file; Mamba-2."""
+"""Read and write layers that are no attention (Mamba-2, delta nets, short convolutions), for classes in architectures/.
+
+A file marks such a layer by 0 key heads; Transformers' layer_types names its kind. Then there are sizes of heads from
+ssm.inner_size, the width of all heads of a layer together, and the tensors of Mamba-2.
+"""
 
 from typing import Any
 
@@ -10,7 +14,10 @@ KEY_HEADS = "attention.head_count_kv"
 
 
 def kinds_of(fields: Fields, num_layers: int, recurrent: str) -> list[str]:
-    """Return a file's layer_types, `recurrent` for layers without key heads; CheckpointError for too few entries."""
+    """Return layer_types for a file: the name `recurrent` for layers with 0 key heads, else "full_attention".
+
+    Raises CheckpointError for fewer entries than layers.
+    """
     heads = fields.get(KEY_HEADS)
     heads = heads if isinstance(heads, list) else [heads] * num_layers
     if len(heads) < num_layers:

@@ -1,8 +1,8 @@
-"""A file's rope.scaling.* keys and Transformers' rope_parameters.
+"""Translate a file's rope.scaling.* keys (how a model stretches rotary positions) to rope_parameters, and YaRN's back.
 
-Linear scaling and YaRN are read; YaRN as GPT-OSS has it is written, and Architecture.refused() refuses the rest. Any
-other key is an error, so that no scaling is lost, but for what changes nothing: "finetuned", the original length
-without YaRN, an attn_factor of 1.
+architecture.py calls it for both ways, metadata.py to compare. Linear scaling and YaRN are read; YaRN as GPT-OSS has it
+is written, and Architecture.refused() refuses the rest. Any other key is an error, so that no scaling is lost, but for
+what changes nothing: "finetuned", the original length without YaRN, an attn_factor of 1.
 """
 
 import math

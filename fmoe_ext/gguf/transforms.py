@@ -1,4 +1,7 @@
-"""Describe how tensors of Transformers become tensors of a GGUF file, and back: names and functions for both ways."""
+"""Describe how tensors of Transformers become tensors of a GGUF file, and back: names and functions for both ways.
+
+Architecture.tensors() has a TensorTransform for each tensor; reading.py calls its read(), writing.py its write().
+"""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -35,12 +38,12 @@ def plus_one(part: str) -> TensorTransform:
 
 
 def row(part: str) -> TensorTransform:
-    """Describe a row [1, D] that is [D] in the file, or as it is."""
+    """Describe a row [1, D] that is [D] in the file; one that is [1, D] there is read too."""
     return one(part, lambda w: w.reshape(1, -1), Tensor.flatten)
 
 
 def pairs(part: str, heads: int) -> TensorTransform:
-    """Describe rows of queries or keys: Transformers rotates halves of a head, this graph neighbours."""
+    """Describe rows of queries or keys: Transformers rotates halves of a head, llama.cpp's graph neighbours."""
     return one(
         part,
         lambda w: w.unflatten(0, (heads, -1, 2)).transpose(1, 2).flatten(0, 2),

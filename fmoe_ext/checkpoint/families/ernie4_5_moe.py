@@ -5,6 +5,7 @@ from fmoe_ext.checkpoint.families.family import PROJECTIONS, SOFTMAX, Family, La
 
 
 def _one_range(name: str, moe: Numbers, dense: Numbers) -> Values:
+    """Say the first and the last MoE layer; CheckpointError if a dense one is between them."""
     if moe != tuple(range(moe[0], moe[-1] + 1)):
         raise CheckpointError(f"{name} has its MoE layers side by side, but here they are {moe}")
     return {"moe_layer_start_index": moe[0], "moe_layer_end_index": moe[-1], "moe_layer_interval": 1}

@@ -7,6 +7,7 @@ _LISTS = ("num_experts", "moe_topk")
 
 
 def _one_value(values: Values) -> Values:
+    """Make a number of each list with one number a layer; CheckpointError if the layers differ."""
     for key in _LISTS:
         if isinstance(values.get(key), list) and len(set(values[key])) != 1:
             raise CheckpointError(f"config.{key}={values[key]}: the layers of hunyuan_v1_moe differ here")

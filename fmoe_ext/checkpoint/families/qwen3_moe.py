@@ -13,6 +13,7 @@ from fmoe_ext.checkpoint.families.family import (
 
 
 def _windows(values: Values, facts: Values) -> Values:
+    """Say whether all layers have a sliding window; CheckpointError if some do and others do not."""
     kinds = set(values.get("layer_types") or ())
     if len(kinds) > 1:
         raise CheckpointError(

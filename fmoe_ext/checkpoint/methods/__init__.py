@@ -1,8 +1,9 @@
 """Read packed weights of published folders by their quantization method; kind_of(folder) finds it.
 
-base.py explains what a method is; packings.py writes packed weights. Only weights are packed here: settings that round
-activations or the cache change nothing, and their scales are left alone. A layout that no operator takes is rearranged
-into one that an operator takes, with the same values, or decoded.
+base.py explains what a method is; packings.py writes packed weights. Readers ask kind_of() once for a folder, and
+expert_layers.py asks the method for each matrix. Only weights are read as packed: rounding of activations or of the
+cache, which some settings ask for, is not computed, and its scales are ignored. A layout that no operator takes is
+rearranged into one that an operator takes, with the same values, or decoded.
 """
 
 from types import MappingProxyType

@@ -1,7 +1,7 @@
 """Read bitsandbytes' NF4, also with nested scales.
 
 Tensors of a layer:
-    weight             uint8 [n, 1]: two values a byte. The matrix is flat: blocks cross the ends of rows
+    weight             uint8 [n, 1]: two values a byte. The matrix is flat: blocks may cross the ends of rows
     weight.absmax      a scale for each block; nested: 8 bits, by a table and a scale for each 256 of them
     weight.quant_state.bitsandbytes__nf4      JSON in a tensor of bytes: shape, size of blocks
 """

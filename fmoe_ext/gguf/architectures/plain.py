@@ -61,12 +61,16 @@ class Llama(FixedRouter):
 
 
 class MiniMaxM2(Architecture):
+    """MiniMax-M2."""
+
     name = "minimax-m2"
     model_type = "minimax_m2"
     rotates_part = True
 
 
 class Olmoe(FixedRouter):
+    """OLMoE."""
+
     name = "olmoe"
     model_type = "olmoe"
     normalizes = False
@@ -74,6 +78,8 @@ class Olmoe(FixedRouter):
 
 
 class Qwen2Moe(FixedRouter):
+    """Qwen1.5-MoE and Qwen2-MoE."""
+
     name = "qwen2moe"
     model_type = "qwen2_moe"
     keys = MappingProxyType(
