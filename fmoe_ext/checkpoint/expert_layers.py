@@ -192,9 +192,8 @@ def _assembled(
         stored = [base.tensors[name] for matrix in of_expert for name in matrix.names]
         kinds = [(t.dtype, t.shape[1:] if weight.is_stack else t.shape) for t in stored]
 
-        # bytes of the tensors -> bytes of the expert: decode, join, gate before up, transpose
-
         def turn(*raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+            # bytes of the tensors -> bytes of the expert: decode, join, gate before up, transpose
             tensors = (
                 torch.from_numpy(data).view(dtype).reshape(shape)
                 for data, (dtype, shape) in zip(raw, kinds, strict=True)

@@ -264,8 +264,11 @@ def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
     if family.activations in ((CLAMPED,), (LIMITED,), (SOFTCAPPED,)):
         return family.activations[0]
     ours = {theirs: name for name, theirs in hidden_acts(family).items()}
-    said_act = said.get(family.activation_key, family.defaults.get(family.activation_key, "silu"))
-    return ours.get(said_act, str(said_act))
+    act = said.get(family.activation_key)
+    act = str(
+        family.defaults.get(family.activation_key, "silu") if act is None else act
+    )  # null counts as missing
+    return ours.get(act, act)
 
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:

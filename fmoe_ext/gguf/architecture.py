@@ -414,8 +414,15 @@ def first_layer(config: Any) -> Any:
 
 @functools.cache
 def known_names(architecture: str) -> Any:
-    """Return the package gguf's map of an architecture's tensor names, for one layer."""
+    """Return the package gguf's map of an architecture's tensor names, for one layer.
+
+    Raises CheckpointError if the installed package is older than the architecture.
+    """
     import gguf
 
-    kind = next(kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    kind = next((kind for kind, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture), None)
+    if kind is None:
+        raise CheckpointError(
+            f"the installed package gguf does not know {architecture}: pip install -U gguf (0.19 knows it)"
+        )
     return gguf.get_tensor_name_map(kind, 1)

@@ -80,6 +80,10 @@ def write_gguf(
     gguf = _import_gguf()
     float32 = gguf.GGMLQuantizationType.F32
     architecture = check_writable(config)
+    if older := {packing.upper() for packing in packings.values()} - {*gguf.GGMLQuantizationType.__members__}:
+        raise CheckpointError(
+            f"the installed package gguf has no type {min(older)}: pip install -U gguf (0.19 has it)"
+        )
     # Names, shapes and types of all tensors come first, because the header has them
     named = _parts(tensors, architecture, config, packings, importance)
     types = {name: _type_of(name, tensor, packing, named) for name, (tensor, packing, _) in named.items()}

@@ -17,7 +17,8 @@ from transformers import CONFIG_MAPPING
 
 from fmoe_ext import ExpertChoiceGate, FMoETransformerMLP, SoftmaxGate, checkpoint
 from fmoe_ext.checkpoint.cli import main
-from fmoe_ext.checkpoint.routing import needed_config, routing_of_config
+from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.routing import check_config, needed_config, routing_of_config
 
 D, H, E = 6, 5, 4
 
@@ -229,6 +230,23 @@ def test_keys_that_config_lacks_have_their_defaults(config, expected):
     made = CONFIG_MAPPING[config["model_type"]]().to_dict()
     assert routing_of_config(made)["activation"] == expected["activation"]
     assert routing_of_config(made)["gate"] == expected["gate"]
+
+
+@pytest.mark.parametrize("value", [[], {}, "x", -1, None])
+def test_damaged_values_of_config_are_refused(value):
+    """Or they count as missing, as null does; no error is one of Python's."""
+    layers = [("mlp", with_gate().mlp)]
+    for family in FAMILIES.values():
+        keys = {*family.config.values(), *family.defaults, family.activation_key} - {""}
+        for key in keys:
+            said = {"model_type": family.name, key: value}
+            try:
+                check_config(said, layers)
+            except checkpoint.CheckpointError:
+                continue
+            assert key != "expert_selection_fn" or value is None
+    facts = routing_of_config({"model_type": "mixtral", "hidden_act": value})
+    assert facts["activation"] == ("swiglu" if value is None else str(value))
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 """Packings that libraries write, against their own functions where they are installed."""
 
+import copy
 import json
 
 import numpy as np
@@ -182,6 +183,26 @@ def test_broken_tensors_are_named(name, tmp_path):
 def test_packing_that_is_not_read_is_refused_by_name(config, message, tmp_path):
     with pytest.raises(CheckpointError, match=message):
         kind_of(save(tmp_path, {"a": torch.zeros(1)}, config))
+
+
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("pack-quantized int8", "num_bits"),
+        ("pack-quantized int8", "symmetric"),
+        ("mxfp8-quantized", "group_size"),
+        ("float-quantized block", "block_structure"),
+    ],
+)
+@pytest.mark.parametrize("value", [{"a": 1}, [[1], [2]], "x", 1.5])
+def test_settings_of_other_types_are_refused(name, key, value, tmp_path):
+    if key == "block_structure" and value == "x":
+        pytest.skip("older versions wrote a text, and the shape of the scale says the blocks")
+    config = copy.deepcopy(CONFIGS[name])
+    config["config_groups"]["group_0"]["weights"][key] = value
+    tensors, _ = tensors_of(name)
+    with pytest.raises(CheckpointError, match=f"quantization_config is damaged: group_0 with {key} "):
+        packed_layer(save(tmp_path, tensors, config), PATH)
 
 
 @pytest.mark.parametrize("name", ["pack-quantized int8", "fp8 tensor", "modelopt FP8 channel"])

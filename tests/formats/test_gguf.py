@@ -10,6 +10,8 @@ import torch
 import fmoe_ext
 from fmoe_ext import SoftmaxGate, fmoefy
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.gguf.architecture import known_names
+from fmoe_ext.gguf.writing import write_gguf
 from tests.formats.format_models import ONE_GROUP
 from tests.formats.test_formats import (
     HEADS,
@@ -340,3 +342,13 @@ def test_llama_cpp_with_16_bits(dtype, tolerance, tmp_path):
     """Weights, keys and values of 16 bits, with which llama.cpp multiplies activations of 16 bits."""
     model = of_transformers("mixtral").to(dtype)
     assert_llama_cpp_agrees(model, tmp_path / "out", tolerance, cache=llama_cpp_or_skip().F16)
+
+
+def test_an_older_package_gguf_is_named(tmp_path):
+    """One that lacks an architecture, or a packing."""
+    with pytest.raises(CheckpointError, match="gguf does not know an-architecture: pip install -U gguf"):
+        known_names("an-architecture")
+    config = make("olmoe", **GGUF["olmoe"][2]).config
+    with pytest.raises(CheckpointError, match="gguf has no type Q9_Z: pip install -U gguf"):
+        write_gguf(tmp_path / "model.gguf", {}, config, packings={"a": "q9_z"})
+    assert not (tmp_path / "model.gguf").exists()

@@ -2,6 +2,7 @@
 
 from types import MappingProxyType
 
+from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families.family import PROJECTIONS, Family, Layout, Values, kinds_of_layers
 
 _GATES = MappingProxyType({"softmax": "SoftmaxGate", "sigmoid": "SigmoidGate"})
@@ -14,7 +15,10 @@ def _read(values: Values) -> Values:
     the routed experts' outputs: a scale of 0.5.
     """
     averages = values.get("num_shared_experts") and values["shared_expert_combination_strategy"] == "average"
-    gate = _GATES[values["expert_selection_fn"]]
+    said = str(values["expert_selection_fn"])
+    if said not in _GATES:
+        raise CheckpointError(f"config.expert_selection_fn={said!r}: cohere2_moe has {' and '.join(_GATES)}")
+    gate = _GATES[said]
     normalize = values["norm_topk_prob"] if gate == "SigmoidGate" else True
     scale = {"output_scale": 0.5} if averages else {}
     return {**values, "gate": gate, "norm_topk_prob": normalize, **scale}

@@ -62,6 +62,10 @@ _WEIGHTS = frozenset(
         "observer", "observer_kwargs", "scale_dtype", "zp_dtype",
     ]
 )  # fmt: skip
+# {setting that is computed with: its types}; a list is of whole numbers
+_TYPES: Mapping[str, type | tuple[type, ...]] = MappingProxyType(
+    {"num_bits": int, "group_size": int, "symmetric": int, "block_structure": (list, str)}
+)
 
 
 class CompressedTensors(Kind):
@@ -87,6 +91,11 @@ class CompressedTensors(Kind):
             # with these the file has the columns in their own order; "group" needs weight_g_idx
             if weights.get("actorder") not in (None, False, "weight", "static"):
                 refuse(folder, f"{name} with actorder {weights.get('actorder')!r}")
+            for key, kind in _TYPES.items():
+                value = weights.get(key)
+                items = value if isinstance(value, list) else ()
+                if value is not None and not (isinstance(value, kind) and {*map(type, items)} <= {int}):
+                    raise ValueError(f"{name} with {key} {value!r}")
             numbers = weights.get("type") or "int"
             if _FORMATS[kinds[name]] not in (None, numbers):
                 refuse(folder, f"{name} with type {numbers!r} in format {kinds[name]!r}")
