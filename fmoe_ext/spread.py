@@ -109,6 +109,8 @@ class SpreadLayer(nn.Module):
             kept = list(self.experts)[first:end]
             del self.experts[: len(self.experts)]
             self.experts.extend(kept)
+            if hasattr(self.experts, "takes_count"):  # SeparateExperts: how each is called
+                self.experts.takes_count = self.experts.takes_count[first:end]
             return
         for module in self.experts.modules():
             for name, p in module.named_parameters(recurse=False):

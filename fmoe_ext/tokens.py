@@ -311,7 +311,7 @@ def packed_sequences(cu_seqlens: torch.Tensor) -> Iterator[None]:
         ...     layer(torch.randn(6, 8)).shape
         torch.Size([6, 8])
     """
-    lengths = cu_seqlens.long().diff()
+    lengths = cu_seqlens.long().flatten().diff()
     if cu_seqlens.dim() != 1 or len(cu_seqlens) < 2 or int(cu_seqlens[0]) != 0 or int(lengths.min()) < 0:
         raise ValueError(f"cu_seqlens must rise from 0 to the number of tokens, but is {cu_seqlens.tolist()}")
     sequences = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.balance.replay import CHOOSE_ANEW, Choices, RoutingReplay
+from fmoe_ext.gates import ExpertChoiceGate
 
 
 def routed_experts(
@@ -74,7 +75,8 @@ def load_routed_experts(
 
     arrays: for each sequence what torch.as_tensor makes [tokens, layers, K] of (tensor, numpy array, lists), integers.
     Tokens without a row, at a sequence's end, and those whose choices are all -1 choose anew when played. Other
-    arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts.
+    arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts, and for an
+    ExpertChoiceGate.
 
     Example:
 
@@ -85,6 +87,12 @@ def load_routed_experts(
         ...     mlp.gate(torch.randn(2, 8))[0].tolist()
         [[3, 0], [1, 2]]
     """
+    for name, view in replay.views.items():
+        if isinstance(view.module, ExpertChoiceGate):
+            raise ValueError(
+                f"{name} is an ExpertChoiceGate, whose experts choose tokens: no engine decodes so, and K experts for "
+                "each token are not its choices. Leave replay.choices as record() made them"
+            )
     # 1. where each sequence's tokens are in the batch
     parts = [torch.as_tensor(array, device="cpu").long() for array in arrays]
     if valid is None:

@@ -23,7 +23,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.hooks import RemovableHandle
 
 from fmoe_ext.gates.base_gate import BaseGate, put_tape, tape_of_thread
-from fmoe_ext.recompute import Forward, Forwards, Repeat, is_repeated
+from fmoe_ext.recompute import Forward, Forwards, Repeat, current_thread, is_repeated
 from fmoe_ext.tokens import Batch, current_batch, leaves_of
 
 
@@ -63,8 +63,9 @@ class GateView:
 
     @contextmanager
     def taped(self, tape: Tape) -> Iterator[None]:
-        """Let the tape choose in every forward of this thread inside the block."""
+        """Let the tape choose in every forward of this thread inside the block, instead of that of a block around."""
         gate: Any = self.module
+        around = gate.tape
 
         # the tape gets the output behind the gate, once choices have been dropped
         def after(_: nn.Module, __: Any, output: Any) -> Any:
@@ -75,7 +76,7 @@ class GateView:
         try:
             yield
         finally:
-            gate.tape = None
+            gate.tape = around
             hook.remove()
 
     def remove(self) -> None:
@@ -123,11 +124,12 @@ class RouterView(GateView):
                 self.module.register_forward_pre_hook(self._before, with_kwargs=True),
                 self.module.register_forward_hook(self._after, always_call=True),
             ]
+        around = self._tapes.get(current_thread())
         put_tape(self._tapes, tape)
         try:
             yield
         finally:
-            put_tape(self._tapes, None)
+            put_tape(self._tapes, around)
 
     def remove(self) -> None:
         for hook in self._hooks:

@@ -64,9 +64,9 @@ def init_groups(ep: int | None = None, dp: int | None = None, slice: int = 1) ->
     world_size = dist.get_world_size()
     check_same("init_groups(ep, dp, slice)", (ep, dp, slice), dist.group.WORLD)
     if ep is None:
-        ep = world_size // ((dp or 1) * slice)
+        ep = world_size // max((dp or 1) * slice, 1)
     if dp is None:
-        dp = world_size // (ep * slice)
+        dp = world_size // max(ep * slice, 1)
     if min(ep, dp, slice) < 1 or dp * ep * slice != world_size:
         raise ValueError(
             f"dp * ep * slice must be the number of ranks, {world_size}, but got {dp} * {ep} * {slice}"

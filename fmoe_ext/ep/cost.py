@@ -103,18 +103,24 @@ class Hardware:
                 seconds = _seconds(lambda: ops.expert_mlp(*mlp, activation), device)
             throughput = rows * layer.row_flop / 3 / seconds
         # 3. The mean over the ranks, so that all decide by the same numbers.
-        found = torch.tensor([throughput, *links[0], *links[1]], dtype=torch.float64, device=device)
+        has_link = float(
+            len(own) > 1 or len(nodes) == 1
+        )  # 0 for a rank alone on its node: its own link is to itself
+        of_own = [has_link * number for number in links[0]]
+        found = torch.tensor([throughput, *of_own, *links[1], has_link], dtype=torch.float64, device=device)
         dist.all_reduce(found, group=group)
-        throughput, latency, bandwidth, node_latency, node_bandwidth = (
-            found / dist.get_world_size(group)
-        ).tolist()
-        # a rank alone on its node has no other link
-        alone = len(own) == 1 and len(nodes) > 1
+        *sums, num_linked = found.tolist()
+        throughput, node_latency, node_bandwidth = (
+            total / dist.get_world_size(group) for total in (sums[0], *sums[3:])
+        )
+        latency, bandwidth = (total / max(num_linked, 1) for total in sums[1:3])
+        alone = num_linked == 0  # every rank: none has another link than those between nodes
         return Hardware(
             given or (node_bandwidth if alone else bandwidth),
             throughput,
             latency=node_latency if alone else latency,
-            ranks_per_node=len(own) if len(nodes) > 1 else None,
+            # of unequal nodes the smallest, whose ranks send most to others: a step waits for them
+            ranks_per_node=min(map(len, nodes)) if len(nodes) > 1 else None,
             node_bandwidth=given or (node_bandwidth if len(nodes) > 1 else float("inf")),
             node_latency=node_latency,
         )

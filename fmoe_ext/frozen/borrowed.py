@@ -50,7 +50,8 @@ def frozen_mlp_borrowing(
     tensors = x_rows, row_weights, a1, lb1, a2, lb2, b1, b2
     if torch.is_grad_enabled() and any(b is not None and b.requires_grad for b in (b1, b2)):
         raise RuntimeError("biases of streamed experts are frozen: leave them out of what is trained")
-    rows: Tensor = _Rows.apply(borrowed, torch.is_grad_enabled(), *tensors)
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    rows: Tensor = _Rows.apply(borrowed, save, *tensors)
     return rows
 
 

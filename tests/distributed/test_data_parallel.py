@@ -202,6 +202,10 @@ def errors_name_the_rank():
         ValueError, match=r"dp \* ep \* slice must be the number of ranks, 4, but got 1 \* 3 \* 1"
     ):
         init_groups(ep=3)
+    with pytest.raises(ValueError, match=r"must be the number of ranks, 4, but got 4 \* 0 \* 1"):
+        init_groups(ep=0)
+    with pytest.raises(ValueError, match=r"must be the number of ranks, 4, but got 4 \* 4 \* 0"):
+        init_groups(slice=0)
     with pytest.raises(ValueError, match=r"parameters tagged 'dp' must be the same.*rank 2 has.*\[5, 2\]"):
         DistributedGroupedDataParallel(nn.Linear(2, 5 if rank == 2 else 4))
     module = nn.Linear(2, 2)

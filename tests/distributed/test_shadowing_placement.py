@@ -205,6 +205,18 @@ def test_measures_links_inside_and_between_nodes(pool):
     pool.run(measures_nodes, world_size=4)
 
 
+def measures_unequal_nodes():
+    with ranks_per_node(2):  # ranks 0 and 1, and rank 2 alone
+        measured = Hardware.measure(None, Layer(16, 8), rows=64)
+    everyone = [None] * 3
+    dist.all_gather_object(everyone, measured)
+    assert everyone == [measured] * 3 and measured.ranks_per_node == 1
+
+
+def test_ranks_of_unequal_nodes_decide_by_the_same_numbers(pool):
+    pool.run(measures_unequal_nodes, world_size=3)
+
+
 def test_choose_shadows():
     layer, hardware = Layer(4, 8), Hardware(bandwidth=1e3, throughput=1e9)
     assert choose_shadows([1000, 1, 1, 1], 4, layer, hardware) == (0,)

@@ -85,6 +85,30 @@ def test_spread_layer_trains_as_in_one_process(pool, kind, options):
     pool.run(trains_as_in_one_process, kind, options, world_size=2)
 
 
+class WithCount(nn.Module):
+    """An expert that is called with its number of rows."""
+
+    def __init__(self, width):
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, rows, fwd_expert_count):
+        assert fwd_expert_count.tolist() == [len(rows)]
+        return self.linear(rows)
+
+
+def calls_each_expert_its_way():
+    torch.manual_seed(0)
+    layer = FMoE(d_model=D, expert=[lambda d: nn.Linear(d, d)] * 2 + [WithCount] * 2, gate="softmax").double()
+    expected = layer(batch(0))
+    layer.spread()
+    torch.testing.assert_close(layer(batch(0)), expected)
+
+
+def test_experts_of_a_list_keep_their_way_of_being_called(pool):
+    pool.run(calls_each_expert_its_way, world_size=2, timeout=20)
+
+
 def keeps_attributes():
     layer = LAYERS["fused"]()
     layer.mark_parallel_comm("moe")

@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.balance import Choices, RoutingReplay
+from fmoe_ext.balance import Choices, RoutingReplay, load_routed_experts
 from fmoe_ext.gates import (
     GATES,
     ExpertChoiceGate,
@@ -94,6 +94,28 @@ def test_several_gates_and_forwards():
     assert not torch.equal(model["a"](tokens(9))[0], expected[0][0]), "outside the block gates choose again"
 
 
+def test_a_block_inside_another_leaves_it_as_it_was():
+    """Recorded inside of a replay, and replayed inside of a record."""
+    layer, x, y = FMoETransformerMLP(8, D, 16, gate="softmax").double(), tokens(1), tokens(2)
+    outer, inner = RoutingReplay(layer), RoutingReplay(layer)
+    with outer.record():
+        layer(x)
+        layer(y)
+    recorded = [choices.kept for choices in outer.choices["gate"]]
+    assert not torch.equal(*recorded)
+    with outer.play():
+        assert torch.equal(layer.gate(y)[0], recorded[0])
+        with inner.record():
+            assert torch.equal(layer.gate(x)[0], recorded[0])
+        assert torch.equal(layer.gate(x)[0], recorded[1])
+    with outer.record():
+        with inner.play():
+            layer(y)
+        layer(y)
+    (choices,) = outer.choices["gate"]
+    assert torch.equal(choices.kept, recorded[1])
+
+
 def test_choices_made_elsewhere():
     gate = SoftmaxGate(D, E, 1).double()
     replay = RoutingReplay(gate)
@@ -137,6 +159,14 @@ def test_rejects():
         expert_choice(tokens()[:5])
     with pytest.raises(ValueError, match="Linear has no gate"):
         RoutingReplay(nn.Linear(2, 2))
+
+
+def test_arrays_of_an_engine_are_refused_where_experts_choose_tokens():
+    """A token may have any number of experts, also none, which the arrays would take for one that chooses anew."""
+    replay = RoutingReplay(FMoETransformerMLP(4, 8, 16, gate=ExpertChoiceGate))
+    with pytest.raises(ValueError, match="gate is an ExpertChoiceGate, whose experts choose tokens"):
+        load_routed_experts(replay, [torch.tensor([[[0, 1]], [[2, 3]]])])
+    assert replay.choices == {}
 
 
 def test_replay_of_choices_without_a_row_for_each_token_is_refused():

@@ -2,9 +2,11 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import frozen_mlp, frozen_mlp_ref
+from fmoe_ext.frozen.borrowed import Borrowed, frozen_mlp_borrowing
 from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
 from fmoe_ext.ops import expert_mlp
 from fmoe_ext.ops.activations import ACTIVATIONS, activation_number
@@ -161,6 +163,31 @@ def test_keeps_rank_rows_beside_what_expert_mlp_keeps():
 
     rank_rows = 2 * 400 * 4 * 4  # two adapters, T * K rows, rank 4, float32
     assert size_of(frozen_mlp) <= size_of(lambda *a: expert_mlp(*a[:11])) + rank_rows
+
+
+class Kept(TorchDispatchMode):
+    """Numbers of the pre-activation that frozen_mlp returns for its backward."""
+
+    size = -1
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        results = function(*args, **(kwargs or {}))
+        if function is torch.ops.fmoe_ext.frozen_mlp.default:
+            self.size = results[1].numel()
+        return results
+
+
+@pytest.mark.parametrize("needs_grad", [True, False])
+def test_borrowed_weights_keep_the_pre_activation_for_a_backward_only(needs_grad):
+    x, w1, w2 = torch.randn(6, 8), torch.randn(2, 16, 8), torch.randn(2, 8, 16)
+    offs, row_weights = torch.tensor([4, 6], dtype=torch.int32), torch.rand(6, 1)
+    borrowed = Borrowed(lambda: (w1, w2), lambda: (w1, w2), offs, "gelu", (1.0, 1.0))
+    with Kept() as kept:
+        y = frozen_mlp_borrowing(borrowed, x.requires_grad_(needs_grad), row_weights, *[None] * 6)
+    assert kept.size == (6 * 16 if needs_grad else 0)
+    rows = torch.arange(6, dtype=torch.int32)
+    expected = frozen_mlp(x, rows, rows[:, None], offs, w1, None, w2, None, row_weights, combine=False)
+    assert torch.equal(y, expected)
 
 
 @pytest.mark.cpu("opcheck compares with the composition that CUDA has")
