@@ -1,6 +1,8 @@
 """The commands `fmoe`, `fmoe-server` and `fmoe-dht`.
 
-A module beside the package: importing fmoe_ext takes more than a second, and `fmoe --help` must not wait for it.
+The entry points of pyproject.toml are main(), serve() and dht(); run() imports the module of one command and ends the
+process with its status. A module beside the package: importing fmoe_ext takes more than a second, and `fmoe --help`
+must not wait for it.
 """
 
 import argparse

@@ -1,5 +1,7 @@
 """Parts that all commands share: checked numbers, exit statuses, errors without tracebacks.
 
+fmoe_ext_command.py gives run() the main() of a command.
+
 Exit statuses (docs/commands.md):
     0    done
     1    done, and something is wrong (values differ, a kernel failed)

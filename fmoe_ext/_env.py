@@ -1,6 +1,7 @@
 """List every environment variable that fmoe_ext reads, with its type, default and meaning; no other module reads any.
 
-setup.py reads those whose meaning begins with "build" by itself, beside CXX and CUDA_HOME. `fmoe info` prints the list.
+Those whose meaning begins with "build" are read by setup.py and, MAX_JOBS, by torch's builder; setup.py reads CXX,
+CUDA_HOME and CUDA_PATH too. `fmoe info` prints the list.
 """
 
 import os
@@ -88,7 +89,7 @@ _BY_NAME = MappingProxyType({variable.name: variable for variable in VARIABLES})
 
 
 def text(name: str) -> str:
-    """Return the text of a listed variable, unconverted; "" when unset."""
+    """Return the text of a listed variable, unconverted but without spaces around it; "" when unset."""
     return os.environ.get(_BY_NAME[name].name, "").strip()
 
 

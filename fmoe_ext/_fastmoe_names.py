@@ -1,4 +1,4 @@
-"""Alias: FastMoE's name for an attribute that this package calls otherwise."""
+"""Alias: FastMoE's name for an attribute that this package calls otherwise, in FMoE, FMoELinear and gates."""
 
 from typing import Any
 

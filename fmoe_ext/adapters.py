@@ -5,7 +5,7 @@
     experts that can compute it:     adapters = take(self)    # in their forward
 
 An adapter that nobody takes raises when the block ends: a model that silently leaves its adapters out would train
-nothing. Adapters wait for a thread of their own, since several threads may run one model.
+nothing. An adapter waits for the thread that gave it, since several threads may run one model.
 """
 
 from collections.abc import Iterator, Mapping

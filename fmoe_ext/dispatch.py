@@ -1,4 +1,7 @@
-"""Bring tokens to their experts and back, on one rank or many: dispatch() and combine(), each the other's backward."""
+"""Bring tokens to their experts and back, on one rank or many: dispatch() and combine(), each the other's backward.
+
+FMoE.forward calls both, and a layer of your own may. On one rank nothing moves; over ranks ep/ sends the tokens.
+"""
 
 import torch
 

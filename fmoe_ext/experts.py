@@ -5,8 +5,9 @@ FusedExperts.forward takes the first of these ways that gives the right result:
     two grouped GEMMs    with any callable as the activation between them
     the modules          htoh4 and h4toh are called, because a hook or an adapter waits for the call (must_be_called)
 
-Here are also the activations that the operators know as modules, SharedExperts (an MLP for all tokens),
-LatentProjections (narrower experts), and FastMoE's layout of a state dict, one entry an expert.
+expert_kinds.Fused calls it with tokens and a handle that says where their rows are; FastMoE's callers with rows that
+are sorted by expert. Here are also the activations that the operators know as modules, SharedExperts (an MLP for all
+tokens), LatentProjections (narrower experts), and FastMoE's layout of a state dict, one entry an expert.
 """
 
 import math

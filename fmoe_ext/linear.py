@@ -288,25 +288,20 @@ class _WideLinear(torch.autograd.Function):
         return grad_inp, grad_weight, grad_bias, None
 
 
-def other_device(inp: torch.Tensor, weight: torch.Tensor) -> str:
-    """Return the text of the error for tokens on another device than the gate."""
-    return (
-        f"the tokens are on {inp.device}, but the gate's weight on {weight.device}: move the layer with "
-        f"layer.to({str(inp.device)!r}), or the tokens with x.to({str(weight.device)!r})"
-    )
-
-
 def wide_linear(inp: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
     """Compute F.linear in float32 or wider, whatever the dtypes and autocast: the scores of a gate.
 
     inp [T, D], weight [E, D], bias [E] or None -> [T, E] in the widest of float32 and the dtypes of inp and
     weight. Keeps these two as they are for backward; inside fmoe_ext.batch_invariant(), where our kernels compute it,
     wide copies.
-    Raises RuntimeError for widths that differ, as F.linear does.
+    Raises RuntimeError for devices or widths that differ.
     Equivalent to: F.linear(inp.float(), weight.float(), bias.float()).
     """
     if inp.device != weight.device:
-        raise RuntimeError(other_device(inp, weight))
+        raise RuntimeError(
+            f"the tokens are on {inp.device}, but the gate's weight on {weight.device}: move the layer with "
+            f"layer.to({str(inp.device)!r}), or the tokens with x.to({str(weight.device)!r})"
+        )
     if is_plain(inp, weight, bias):
         return F.linear(inp, weight, bias)
     dtype = torch.promote_types(torch.promote_types(inp.dtype, weight.dtype), torch.float32)

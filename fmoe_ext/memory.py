@@ -1,11 +1,13 @@
 """Count bytes of memory: sizes as text ("8GiB"), and what the machine and the memory cgroups leave this process.
 
+stream() bounds its buffers by it, `fmoe info` says what fits, and a server of experts bounds its queue.
+
 A container's limit is not in /proc/meminfo but in a cgroup, whose files lie below a mount:
     /proc/self/cgroup      the group of this process, as a path of the hierarchy     0::/jobs/17
     /proc/self/mountinfo   where the hierarchy is mounted, and which part of it      / /sys/fs/cgroup ... cgroup2
     <mount>/jobs/17/memory.max, memory.current, memory.stat; the groups above it have limits too
 
-Version 1 and 2 of cgroups name the files differently (GROUPS).
+Version 1 and 2 of cgroups name the files differently (_GROUPS).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from pathlib import Path, PurePosixPath
 from types import MappingProxyType
 from typing import NamedTuple
 
-UNITS = MappingProxyType(
+_UNITS = MappingProxyType(
     {
         **{"": 1, "B": 1},
         **{f"{p}iB": 1024**i for i, p in enumerate("KMGT", 1)},
@@ -28,7 +30,7 @@ UNITS = MappingProxyType(
 )
 # {type of file system: (files with a limit, file with the use, lines of memory.stat about pages of files)}; the kernel
 # takes pages of files back when memory is short
-GROUPS = MappingProxyType(
+_GROUPS = MappingProxyType(
     {
         "cgroup": (
             ("memory.limit_in_bytes",),
@@ -83,7 +85,7 @@ def memory_of(memory: int | str, proc: str | Path = "/proc") -> Memory:
 def bytes_of_text(memory: int | str) -> int:
     """Return the bytes of "8GiB", "500 MB", "1073741824" or a positive number; ValueError for anything else."""
     match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]i?B|B|)\s*", str(memory))
-    num_bytes = int(float(match[1]) * UNITS[match[2]]) if match else 0
+    num_bytes = int(float(match[1]) * _UNITS[match[2]]) if match else 0
     if num_bytes < 1:
         raise ValueError(
             f'memory must be bytes or a text like "8GiB", at least 1 byte, or "auto", but got {memory!r}'
@@ -140,7 +142,7 @@ def limits(proc: str | Path = "/proc") -> list[_Limit]:
     available = sizes.get("MemAvailable", sizes["MemFree"])  # MemAvailable: since Linux 3.14
     found = [_Limit(proc / "meminfo", total, total - available)]
     for kind, folder in _groups(proc):
-        names, usage, reclaimable = GROUPS[kind]
+        names, usage, reclaimable = _GROUPS[kind]
         for name in names:
             limit, used = _number(folder / name), _number(folder / usage)
             # version 1 says a huge number for "no limit"

@@ -1,7 +1,7 @@
 """Muon for parameters that hold the matrices of many experts: each matrix is orthogonalised by itself, all at once.
 
     momentum   buffer = m * buffer + (1 - m) * grad;  update = grad + m * (buffer - grad) with nesterov
-    direction  update [E, M, N] -> U V^T of each matrix (its singular values become 1), by Newton-Schulz iterations
+    direction  update [E, M, N] -> near U V^T of each matrix, whose singular values are 1, by Newton-Schulz iterations
     step       weight -= lr * ratio(M, N) * direction, after weight decay
 
 torch.optim.Muon does the same for parameters of one matrix.

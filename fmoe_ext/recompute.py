@@ -2,7 +2,7 @@
 
 A checkpoint drops what a forward keeps and runs the forward again in the backward. The second one must make the choices
 of the first, though its input may differ in the last bits, and must not wait for other ranks. So each forward that may
-be repeated leaves a record (Forward): its choices, and what it got from other ranks.
+be repeated leaves a record (Forward): its choices, and what it got from other ranks. step.py calls, for each layer:
 
     forward     Forwards.begin() -> record -> Forwards.keep(): it lives as long as the graph of the output
     repetition  Forwards.find()  -> the record, of the original that it is taken for

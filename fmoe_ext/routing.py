@@ -1,6 +1,8 @@
 """Move tokens to the rows of their experts and back, on one rank: permute_rows(), unpermute_rows().
 
-Here are also the types by which a layer and its dispatch talk, on one rank (dispatch.py) or many (ep/):
+Experts that are not FusedExperts get their rows by them (expert_kinds.py); FusedExperts reads tokens through the
+DispatchHandle of sort_choices(). Here are also the types by which a layer and its dispatch talk, on one rank
+(dispatch.py) or many (ep/):
 
     Dispatched    tokens on their way; a sequence of chunks, each some experts with all tokens that chose them
     ExpertInput   the tokens of a chunk, once they are here

@@ -4,8 +4,9 @@
                no padding    this rank's                     mask_dict       all slices      zeros for padding
 
 A step also knows whether activation checkpointing repeats an earlier forward (recompute.py), whose padding, choices
-and exchanges it then reuses. Gates, experts and telemetry do not get the step as an argument: they ask for the one that
-runs on their thread, by is_counted(), count_choices(), run_or_replay(). A compiled graph has no running step.
+and exchanges it then reuses. Gates, and the hooks that count or log their choices, do not get the step as an argument:
+while a layer calls its gate, they ask for the step of their thread, by is_counted(), count_choices(), run_or_replay().
+A compiled graph has no such step.
 """
 
 from __future__ import annotations
@@ -164,7 +165,7 @@ _running: ContextVar[Step | None] = ContextVar("the forward that runs", default=
 
 
 def current_step() -> Step | None:
-    """Return the step of the layer that calls its gate; None outside of layers and in compiled graphs."""
+    """Return the step of the layer that calls its gate; None outside of this call and in compiled graphs."""
     return None if torch.compiler.is_compiling() else _running.get()
 
 
@@ -196,13 +197,13 @@ def begin(
     # 2. Find out which tokens are real, and whether this forward repeats another; a compiled graph never does.
     if torch.compiler.is_compiling():
         if is_exporting():
-            refuse_onnx()
+            _refuse_onnx()
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
         batch.check(num_tokens)
         step = Step(batch, None, False, True, is_traced=True)
     else:
         if torch.jit.is_tracing():
-            refuse_onnx()
+            _refuse_onnx()
         step = _find_or_begin(forwards, leaves[0], valid, training)
     # 3. Take padding, then the other ranks' slices, off the tokens and off the mask.
     if step.batch.rows is not None:
@@ -216,7 +217,7 @@ def begin(
     return step
 
 
-def refuse_onnx() -> None:
+def _refuse_onnx() -> None:
     """Raise RuntimeError inside torch.onnx.export, whether by torch.export (dynamo=True) or by torch.jit.trace."""
     if torch.onnx.is_in_onnx_export():
         raise RuntimeError(

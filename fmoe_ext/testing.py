@@ -78,9 +78,9 @@ class DistributedError(AssertionError):
 def run_distributed(fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = 120.0) -> list[Any]:
     """Call fn(*args) on world_size gloo processes with a default process group -> the list of results by rank.
 
-    fn is a function of a module, and args and results can be pickled. timeout: seconds for a collective; a rank may
-    take GRACE longer. Raises DistributedError with the text of every rank that failed, died or did not finish. No
-    process is left in any case.
+    fn is a function of a module, and args and results can be pickled. timeout: seconds for the whole call, and so for
+    each collective; a rank may take GRACE longer. Raises DistributedError with the text of every rank that failed, died
+    or did not finish. No process is left in any case.
     """
     with DistributedPool(world_size) as pool:
         return pool.run(fn, *args, timeout=timeout)

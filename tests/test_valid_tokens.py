@@ -138,8 +138,9 @@ def test_wrong_masks_are_one_clear_error():
         packed_sequences(torch.tensor([0, 20])),
     ):
         module(x)
-    with pytest.raises(ValueError, match="must rise from 0"), packed_sequences(torch.tensor([0, 4, 2])):
-        pass
+    for wrong in ([0, 4, 2], [0], 21):
+        with pytest.raises(ValueError, match="must rise from 0"), packed_sequences(torch.tensor(wrong)):
+            pass
 
 
 @pytest.mark.parametrize("gate", [SoftmaxGate, SigmoidGate])

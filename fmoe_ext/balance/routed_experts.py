@@ -75,8 +75,8 @@ def load_routed_experts(
 
     arrays: for each sequence what torch.as_tensor makes [tokens, layers, K] of (tensor, numpy array, lists), integers.
     Tokens without a row, at a sequence's end, and those whose choices are all -1 choose anew when played. Other
-    arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts, and for an
-    ExpertChoiceGate.
+    arguments: routed_experts(). Raises ValueError for another number of sequences, tokens, layers or experts, and for
+    an ExpertChoiceGate.
 
     Example:
 

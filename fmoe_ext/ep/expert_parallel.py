@@ -76,7 +76,8 @@ class ParallelLayout:
       ep.static.check_max_rows(model) raises.
     wire: "full" sends rows as they are. "fp8" and "mxfp8" send rows of float32, bfloat16 or float16, and their
       gradients, in E4M3: half the bytes of bfloat16, with 3 bits of mantissa, and a scale for each row ("fp8") or for
-      each 32 columns ("mxfp8"). Not with exchange="node" or "auto", nor with torch.compile.
+      each 32 columns ("mxfp8"). Rows of fewer than 32 columns, and for "mxfp8" of no multiple of 32, go as they are.
+      Not with exchange="node" or "auto", nor with torch.compile.
 
     Example:
 

@@ -15,7 +15,10 @@ _BLOCK = 32
 
 
 def is_packed(x: torch.Tensor, wire: str) -> bool:
-    """Return whether x [R, D] travels packed: rows of floats do. Weights, labels and float64 travel as they are."""
+    """Return whether x [R, D] travels packed: floats of at least 32 columns, for mxfp8 in whole blocks.
+
+    Weights, labels, float64 and other rows travel as they are.
+    """
     is_short = x.dim() != 2 or x.shape[1] < _BLOCK
     if wire == "full" or is_short or x.dtype not in (torch.float32, torch.bfloat16, torch.float16):
         return False

@@ -1,4 +1,13 @@
-"""Products with frozen weights, packed ones among them, and low-rank adapters beside them."""
+"""Products with frozen weights, packed ones among them, and low-rank adapters beside them.
+
+    formats/, quantized.py   packed formats, and a weight of all experts in one of them
+    frozen_gemm.py           a product with a packed weight
+    frozen_mlp.py            the two layers of experts with adapters; borrowed.py, the same of streamed weights
+    kept.py                  decoded copies that wait for the backward, on CUDA
+    rounding.py              rounds a packed weight with an adapter to its format again
+
+lora.fuse(), stream() and `fmoe adapter merge` compute with them.
+"""
 
 from fmoe_ext.frozen.formats import FORMATS
 from fmoe_ext.frozen.formats.nf4 import nf4_scales

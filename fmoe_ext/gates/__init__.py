@@ -1,5 +1,7 @@
 """Gates choose K experts for each token: forward(inp [T, d_model]) -> topk_idx, topk_weights [T, K].
 
+A layer calls its gate in each forward (FMoE._call_gate); an entry -1 of topk_idx is a choice that was dropped.
+
     gate                choices                                 load evened out by
     NaiveGate           top-k of the logits                     nothing
     NoisyGate           top-k of logits with learned noise      cv^2(importance) + cv^2(load)    Shazeer et al., 2017

@@ -1,4 +1,4 @@
-"""BaseGate: what every gate has besides its choices, its balance loss, a tape, and the ranks that it counts over.
+"""BaseGate: what gates have besides their choices: a balance loss, a tape for choices, and the ranks they count over.
 
 * The balance loss is state of the module: the forward sets it, and a training loop that knows nothing of the layers
   between reads it once a step (losses.total_loss). A thread reads the loss of its own last forward; a compiled program,
@@ -8,7 +8,8 @@
   gets pick(), which the step remembers; for the repetition the layer gives the gate a tape (recompute.Repeat) that
   plays them back. balance.RoutingReplay records and plays through the same place. Each thread has a tape of its own.
   topk() is choose() for gates that take the best logits; it weighs them in the same operator.
-* Ranks: counts, losses and capacities are over the tokens of a group, by default of all ranks that share the experts.
+* Ranks, in the gates that have any: counts, losses and capacities are over the tokens of a group, by default of all
+  ranks that share the experts.
 """
 
 import threading

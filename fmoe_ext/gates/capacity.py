@@ -1,4 +1,4 @@
-"""Capacity: how many choices an expert takes, and which ones it drops.
+"""Capacity: how many choices an expert takes, and which ones it drops; ScoredGate, GShardGate and SwitchGate ask.
 
 An even share is T * K / E choices for each expert; a capacity is a factor of that, so that buffers and the slowest
 expert are bounded. What is over it is dropped: its entry of topk_idx becomes -1, no expert computes it, and the token

@@ -2,8 +2,8 @@
 
 A second expert of small weight adds little, so it is kept with a probability that grows with its weight. On one rank's
 CPU, inside a layer that trains, one operator chooses, counts first choices and computes the loss
-(NaiveGate.choose_in_one_node says when), and drop_choices then drops. A GPU, several ranks, a subclass and a compiled
-graph take the steps in forward().
+(NaiveGate.choose_in_one_node says when), and drop_choices then drops. A GPU, several ranks, a user's subclass and a
+compiled graph take the steps in forward().
 """
 
 from collections.abc import Sequence

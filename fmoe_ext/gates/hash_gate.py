@@ -18,7 +18,7 @@ class HashGate(ScoredGate):
 
     expert_of_id [vocab_size, K] int64 is a buffer (`tid2eid` of the published checkpoints), saved with the model. It
     begins with a random expert for each token of the vocabulary and K - 1 others at equal distances; copy another table
-    into it with load_table(). Which token is where says `fmoe_ext.token_ids(input_ids)` around the model's call:
+    into it with load_table(). `fmoe_ext.token_ids(input_ids)` around the model's call says which token is where:
     without it the forward raises ValueError. The weights are those of SqrtSoftplusGate for these choices: divided by
     their sum, times scale. score: one of "sqrtsoftplus", "sigmoid", "softmax". Other arguments: ScoredGate, without
     groups and balance losses, which could not change the choices.

@@ -1,4 +1,4 @@
-"""Scores of experts from their logits, and the weights of choices from scores.
+"""Scores of experts from their logits, and the weights of choices from scores; for the gates that have logits.
 
 score is "softmax", "sigmoid" or "sqrtsoftplus"; logits are [T, E]. A score is divided by a sum of scores to become a
 weight or a probability, and that sum underflows to 0 where every score does (logits of -100 under a sigmoid). So the

@@ -36,9 +36,9 @@ class SigmoidGate(ScoredGate):
     parameters keeps its bias. Under Megatron's `--moe-router-enable-expert-bias`, Megatron moves it, at its own rate.
 
     DeepSeek-V3: top_k=8, num_groups=8, topk_groups=4, scale=2.5 (`routed_scaling_factor`), balance_loss="sequence",
-    balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: the same with one group. bias_update_speed=0: the bias
-    stays as it is, zero unless a checkpoint has another. biased="logits" adds the bias to the logits instead of the
-    scores, without groups (Kolibri). A group ranks by the sum of its top_k // topk_groups best biased scores. The
+    balance_weight=1e-4, gate_bias=False. Kimi K2 and GLM-4.5: one group, a scale of their own. bias_update_speed=0: the
+    bias stays as it is, zero unless a checkpoint has another. biased="logits" adds the bias to the logits instead of
+    the scores, without groups (Kolibri). A group ranks by the sum of its top_k // topk_groups best biased scores. The
     balance losses count the top_k of the scores without the bias and without groups, as equation 18 of the DeepSeek-V3
     report and Megatron do. Other arguments: ScoredGate.
 

@@ -1,4 +1,7 @@
-"""SinkhornGate: instead of a loss, Sinkhorn's iteration balances what tokens choose by (ops/balanced_shares.py)."""
+"""SinkhornGate: no loss; in training tokens choose by shares that Sinkhorn's iteration evened out over the experts.
+
+ops/balanced_shares.py is the iteration. In evaluation tokens choose by their logits.
+"""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,8 +1,9 @@
 """SwitchGate: one expert for each token, and none where that expert is full (Switch Transformer).
 
 With one expert a token the weight is the probability among all experts, not 1, so that the router learns. The balance
-loss counts the choices before any is dropped: it shall lower what overflows. On one rank, in the usual case, one
-operator chooses, counts and computes the loss (choose_in_one_node), else the steps of forward() do.
+loss counts the choices before any is dropped: it shall lower what overflows. On one rank's CPU, inside a layer that
+trains, one operator chooses, counts and computes the loss (NaiveGate.choose_in_one_node says when), else the steps of
+forward() do.
 """
 
 from collections.abc import Sequence
@@ -67,7 +68,7 @@ class SwitchGate(GateOverRanks):
 
     def forward(self, inp: torch.Tensor, return_all_scores: bool = False) -> tuple[torch.Tensor, ...]:
         """As NaiveGate.forward; the weights are probabilities among all experts."""
-        # 1. All in one node, on one rank and without FastMoE's variants.
+        # 1. All in one node, on one rank's CPU and without FastMoE's variants.
         adds_to_input = self.training and self.switch_eps > 0 and not self.additive_noise
         if adds_to_input and isinstance(inp, torch.Tensor):
             inp = with_noise(inp, self.switch_eps)
