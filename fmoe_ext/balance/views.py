@@ -1,5 +1,7 @@
 """See the gates of any model in one way: views_of() finds them, a GateView reads and tapes the choices of one.
 
+The load monitor, the log of choices and RoutingReplay see gates by it.
+
 A Tape stands between a gate and its choices: it records what the gate picks, or gives it other choices (replay.py).
 
     our gates (BaseGate)                    ask their tape themselves

@@ -1,7 +1,8 @@
 """Expert parallelism of one layer: what the user asks for (ParallelLayout) and what carries it out (ExpertParallel).
 
-ExpertParallel knows which rank holds which expert (placement.py), chooses how the tokens of a forward travel (a class
-of EXCHANGES, in chunks) and starts the exchange. With "auto" it measures first (tuning.py). move_rows() moves experts.
+FMoE makes an ExpertParallel for a layer over ranks, and dispatch.py sends tokens through it. It knows which rank holds
+which expert (placement.py), chooses how the tokens of a forward travel (a class of EXCHANGES, in chunks) and starts the
+exchange. With "auto" it measures first (tuning.py). move_rows() moves experts.
 """
 
 from collections.abc import Callable, Mapping, Sequence

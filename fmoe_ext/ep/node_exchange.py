@@ -6,9 +6,9 @@ ranks 2 and 3:
 
     rank 0 --network--> rank 2 (its place on node 1) --inside--> ranks 2 and 3
 
-Results are summed on the experts' ranks, then on that rank, then at home. Both steps are TokenExchanges: the first
-takes a node for one rank with all experts of the node. It is not cut into chunks, for each of which a token would
-travel once.
+Results are summed on the experts' ranks, then on that rank, then at home. Its phases are those of schedule.Exchange.
+Both steps are TokenExchanges: the first takes a node for one rank with all experts of the node. It is not cut into
+chunks, for each of which a token would travel once.
 """
 
 from __future__ import annotations

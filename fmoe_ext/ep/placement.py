@@ -54,6 +54,8 @@ def lookup(table: torch.Tensor, topk_idx: torch.Tensor) -> torch.Tensor:
 class ExpertPlacement:
     """Placement of experts: rank r holds [r * e, (r + 1) * e) of E = group size * e, unless they have moved.
 
+    ExpertParallel is one, and Nodes has two.
+
     Plain data, so that layers can be copied and pickled; the group is found by its name.
     """
 

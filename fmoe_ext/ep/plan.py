@@ -1,5 +1,6 @@
-"""Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange (make_plan).
+"""Plan the rows that a rank sends and receives in one forward, from the counts that the ranks exchange.
 
+schedule.Exchange.plan() gives make_plan() the sorted choices and gets one of three plans.
 ExactPlan sends each row once, in sizes that one copy to the host brings: its only wait. TracedPlan does so in a
 compiled graph and waits twice, for the headers and for the sizes. StaticPlan sends every rank max_rows_per_rank rows,
 some of them padding, so that nothing waits for sizes.

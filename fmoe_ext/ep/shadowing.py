@@ -2,7 +2,8 @@
 
 A shadowed expert's parameters are broadcast in the forward, every rank computes its own tokens with them, and their
 gradients are reduced to the rank where the expert lives. The optimizer's state never moves. Which experts: decided
-between steps, from the load of earlier ones, so that no forward waits for a decision.
+between steps, from the load of earlier ones, so that no forward waits for a decision: a training loop calls
+update_shadows(), and in the forward expert_kinds.Fused calls fetch().
 
 Letters of shapes: e experts of a rank, S shadowed experts, * what an expert's parameter has.
 """

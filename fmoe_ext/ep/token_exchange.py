@@ -1,8 +1,9 @@
-"""exchange="token": send a token once to a rank that has several of its experts, and sum its results there.
+"""exchange="token": send a token once to each rank that has experts of it, and sum its results there.
 
-DeepEP and its followers call it a deduplicated dispatch. The numbers of the experts and the weights of all choices go
-with the token. With chunks a token goes once to each chunk of a rank. Such a chunk is a way: the choices of a token
-that go one way share a row, which stands where the first of them would. With 2 experts a rank, one chunk:
+DeepEP and its followers call it a deduplicated dispatch. The phases are those of schedule.Exchange; what a row is
+differs. The numbers of the experts and the weights of all choices go with the token. With chunks a token goes once to
+each chunk of a rank. Such a chunk is a way: the choices of a token that go one way share a row, which stands where the
+first of them would. With 2 experts a rank, one chunk:
 
     token chose experts 0, 3, 1    ways 0, 1, 0    2 rows: to rank 0 for [0, -1, 1], to rank 1 for [-1, 1, -1]
 

@@ -1,7 +1,8 @@
 """Choose overlap_degree="auto" and exchange="auto" by the times of the first forwards.
 
 Each exchange runs for NUM_STEPS forwards under a stopwatch, which waits for the device after each phase (Exchange.lap).
-The ranks then share their medians, and all choose what is fastest on the slowest rank.
+The ranks then share their medians, and all choose what is fastest on the slowest rank. ExpertParallel.choose_route()
+asks the Tuner before each forward, until it is done.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
 """Pack rows into 8 bits for their way between ranks: E4M3 with a scale for each row, or for 32 columns of it.
 
+wire="fp8" and "mxfp8" of ParallelLayout; schedule.py packs what it sends and unpacks what comes.
+
     "fp8"      D codes | s in float32            D + 4 bytes, x = code * s, s = max|x| of the row / 448
     "mxfp8"    D codes | D / 32 exponents        D + D / 32 bytes, x = code * 2 ** (exponent - 127)
 

@@ -7,7 +7,9 @@ would write all experts' weights anew in each step, and round the sum. For the g
     u1, u2   [R, rank]                scale * rows @ A^T of each adapter
 
 On the CPU one operator computes a chunk of rows through both layers (csrc/frozen_mlp.cpp); on CUDA composed() and
-composed_backward() below do, by grouped_gemm. borrowed.py calls the two operators directly, for streamed experts.
+composed_backward() below do, by grouped_gemm. Experts of Transformers' models call frozen_mlp() where they are packed
+or have adapters (huggingface/experts.py), FMoE's where lora.fuse() gave them adapters. borrowed.py calls the two
+operators directly, for streamed experts.
 """
 
 from types import MappingProxyType

@@ -1,9 +1,9 @@
 """Keep decoded copies of packed weights from a forward for its backward, within a bound (keep_decoded).
 
-On CUDA a packed weight is decoded in memory and multiplied. The backward of a layer needs the same numbers again, so a
-copy is kept from a forward that will have a backward until that backward takes it. Where a new copy would exceed the
-bound, the oldest are dropped: the last layers' copies stay, whose backward comes first. A copy that is gone is decoded
-again, to the same bits.
+On CUDA a packed weight is decoded in memory and multiplied (frozen_gemm.packed_product, which asks KEPT). The backward
+of a layer needs the same numbers again, so a copy is kept from a forward that will have a backward until that backward
+takes it. Where a new copy would exceed the bound, the oldest are dropped: the last layers' copies stay, whose backward
+comes first. A copy that is gone is decoded again, to the same bits.
 
 A copy lives no longer than its ticket, an empty tensor that the operator saves for its backward beside the others. So
 it goes with a graph that has no backward, and wherever hooks let go of what is saved. Activation checkpointing does
