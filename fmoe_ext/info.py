@@ -214,6 +214,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             sys.exit(f"error: {reason(error)}")
         print(as_json(found) if options.json else _as_text(found))
         return
+    for name in ("memory", "length", "batch", "tflops"):
+        if getattr(options, name) != parser.get_default(name):
+            parser.error(f"--{name} is of a model: name one")
     if options.json:
         facts: dict[str, Any] = {}
         for name, value in _facts():

@@ -80,6 +80,9 @@ def test_info_of_two_things_is_refused(capsys):
     with pytest.raises(SystemExit, match="2"):
         info.main(["model", "--cmake"])
     assert "--cmake is of this installation" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        info.main(["--length", "64"])
+    assert "--length is of a model: name one" in capsys.readouterr().err
 
 
 def command(*arguments, setup="", cwd=ROOT):

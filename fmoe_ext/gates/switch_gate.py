@@ -51,6 +51,8 @@ class SwitchGate(GateOverRanks):
         ranks: Ranks | None = None,
     ) -> None:
         super().__init__(d_model, num_expert, world_size, topk, gate_bias, normalize=False, ranks=ranks)
+        if not switch_eps >= 0:
+            raise ValueError(f"switch_eps must not be negative, but got {switch_eps}")
         if capacity is not None:
             check_factors(capacity)
         self.switch_eps = switch_eps

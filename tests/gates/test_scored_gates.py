@@ -382,6 +382,8 @@ def test_rejects():
     for kind in (SwitchGate, GShardGate):
         with pytest.raises(ValueError, match=r"two positive factors .*, but got 1\.2"):
             kind(8, 8, 1, capacity=1.2)
+    with pytest.raises(ValueError, match="switch_eps must not be negative"):
+        SwitchGate(8, 8, 1, switch_eps=-0.1)
 
 
 def test_nan_logits_give_nan_weights():
