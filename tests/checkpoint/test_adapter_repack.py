@@ -242,3 +242,16 @@ def test_text_for_an_adapter_without_experts_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="has no adapter of experts, which a text is for"):
         repack.repack(read_adapter(folder), source, tmp_path / "out", tokens(), seq_len=20)
     assert not list(tmp_path.glob("*out*"))
+
+
+def test_adapter_of_a_packed_layer_is_refused_before_files_are_copied(tmp_path, monkeypatch):
+    source, folder = made(tmp_path, "int4")
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_"
+    save_file(
+        {f"{name}A.weight": torch.ones(2, 3), f"{name}B.weight": torch.ones(5, 2)},
+        folder / "adapter_model.safetensors",
+    )
+    monkeypatch.setattr(repack, "copy_file", lambda *_: pytest.fail("copied"))
+    with pytest.raises(CheckpointError, match=r"has no float weight for .*q_proj.lora_A.weight"):
+        repack.repack(read_adapter(folder), source, tmp_path / "out", None)
+    assert not list(tmp_path.glob("*out*"))

@@ -15,7 +15,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.files import locked
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import cli, merge
-from fmoe_ext.finetune.adapters.check import check
+from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import convert
 from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.checkpoint.adapter_models import (
@@ -410,3 +410,61 @@ def test_links_out_of_the_folder_and_pickles_are_refused(made, tmp_path):
     (tmp_path / "adapter_model.safetensors").symlink_to(made[2] / "adapter_model.safetensors")
     with pytest.raises(CheckpointError, match="outside the folder"):
         read_adapter(tmp_path)
+
+
+def _single_experts(folder, form, rank, prefix="base_model.model.", **config):
+    """Write an adapter of two experts, a module for each or 3-d tensors; 6 wide, 4 hidden units."""
+    layer, tensors = f"{prefix}model.layers.0.mlp.experts", {}
+    for leaf, size_in, size_out in (("w1", 6, 4), ("w3", 6, 4), ("w2", 4, 6)):
+        for e in range(2):
+            name = f"{layer}.{leaf}" if form == "stacked" else f"{layer}.{e}.{leaf}"
+            lead = (2,) if form == "stacked" else ()
+            tensors[f"{name}.lora_A.weight"] = torch.ones(*lead, rank, size_in)
+            tensors[f"{name}.lora_B.weight"] = torch.ones(*lead, size_out, rank)
+    folder.mkdir(exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors")
+    text = json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 4} | config)
+    (folder / "adapter_config.json").write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize("prefix", ["base_model.model.", ""])
+@pytest.mark.parametrize("form", ["stacked", "numbered"])
+def test_patterns_name_modules_of_experts(form, prefix, tmp_path):
+    """A pattern for w2 is its own; one for the router, gate, is no projection's."""
+    config = {"alpha_pattern": {"w2": 16, "gate": 64}, "rank_pattern": {"w3": 8}}
+    adapter = read_adapter(_single_experts(tmp_path, form, 2, prefix, **config))
+    (parts,) = adapter.layers.values()
+    assert {role: factors.scaling for role, factors in parts.items()} == {"gate": 2, "up": 2, "down": 8}
+    assert any("up has rank 2, but adapter_config.json says 8" in text for text in adapter.problems)
+
+
+@pytest.mark.parametrize("form", ["stacked", "numbered"])
+def test_factors_of_rank_0_are_refused(form, tmp_path):
+    with pytest.raises(CheckpointError, match=r"lora_A \[2, 0, 4\]|differ in rank or shape, or have none"):
+        read_adapter(_single_experts(tmp_path, form, 0))
+
+
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_logits_that_are_all_zero_have_no_share(made, tmp_path):
+    name, _, folder, _, _ = made
+    model = base(name)
+    torch.nn.init.zeros_(model.lm_head.weight)
+    model.save_pretrained(tmp_path / "base")
+    zero = ModelFolder(tmp_path / "base")
+    merge.merge(read_adapter(folder), zero, tmp_path / "merged")
+    found = logits(read_adapter(folder), zero, tmp_path / "merged")
+    assert found == {"largest_difference": 0.0, "changed_first_choices": 0.0}
+
+
+@pytest.mark.parametrize("made", ["mixtral"], indirect=True)
+def test_scalars_that_are_saved_whole_are_no_vocabulary(made, tmp_path):
+    _, base_folder, folder, _, _ = made
+    tensors = load_file(folder / "adapter_model.safetensors")
+    save_file(
+        tensors | {"base_model.model.model.norm.weight": torch.ones(())},
+        tmp_path / "adapter_model.safetensors",
+    )
+    (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
+    report = check(read_adapter(tmp_path), ModelFolder(base_folder))
+    assert not report["problems"] and "model.norm.weight: merge refuses them" in report["notes"][0]

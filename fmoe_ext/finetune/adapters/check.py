@@ -112,8 +112,8 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
 def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
     """Compare the logits of a base and a merged model on 32 random tokens, in float32.
 
-    Returns the largest difference, its share of the largest logit, and the share of tokens whose most likely next token
-    changed.
+    Returns the largest difference, its share of the base's largest logit (left out if all of these are zero), and the
+    share of tokens whose most likely next token changed.
     """
     if importlib.util.find_spec("transformers") is None:
         raise CheckpointError("--model needs transformers: pip install transformers")
@@ -135,9 +135,7 @@ def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float
             found.append(model(input_ids=ids.to(model.device)).logits.float())
         del model  # one of the two is in memory at a time
     without, adapted = found
-    difference = (adapted - without).abs().max().item()
-    return {
-        "largest_difference": difference,
-        "share_of_largest_logit": difference / without.abs().max().item(),
-        "changed_first_choices": (adapted.argmax(-1) != without.argmax(-1)).float().mean().item(),
-    }
+    difference, largest = (adapted - without).abs().max().item(), without.abs().max().item()
+    shares = {"share_of_largest_logit": difference / largest} if largest else {}
+    changed = (adapted.argmax(-1) != without.argmax(-1)).float().mean().item()
+    return {"largest_difference": difference, **shares, "changed_first_choices": changed}

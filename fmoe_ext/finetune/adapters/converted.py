@@ -1,11 +1,11 @@
 """For merge: the change that an adapter makes to tensors of the files that hold a linear layer in another form.
 
-Its weight may be joined with others there, split, or in another order.
-Transformers' own converters turn the parameters of a model into the tensors of its files. A converter that only moves
-numbers is linear: given the changes of parameters instead of their values, it makes the changes of the tensors in the
-files. Whether it only moves numbers nobody says, so it is tried: the changes, sent there and back, must return to the
-bit, which rounding would not give; and twice the changes must become twice as much, which adding a constant would not.
-Experts are not among these layers: delta.py computes theirs.
+merge.py calls converted_changes(). The layer's weight may be joined with others in the files, split, or in another
+order. Transformers' own converters turn the parameters of a model into the tensors of its files. A converter that only
+moves numbers is linear: given the changes of parameters instead of their values, it makes the changes of the tensors in
+the files. Whether it only moves numbers nobody says, so it is tried: the changes, sent there and back, must return to
+the bit, which rounding would not give; and twice the changes must become twice as much, which adding a constant would
+not. Experts are not among these layers: delta.py computes theirs.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Compare an adapter with its base model, and compute the change of each weight (delta), for check and merge.
+"""Compare an adapter with its base model, and compute the change of each weight (delta), for check, merge and repack.
 
 The change of an expert's weight is scaling * b @ a. Adapter and base may differ in where gate (g) and up (u) are:
 
@@ -65,7 +65,11 @@ def compare(adapter: Adapter, of_base: BaseExperts) -> list[str]:
             )
     for key, whole in adapter.others.items():  # embeddings and heads that PEFT saves whole
         of_whole = of_base.base.tensors.get(key.removeprefix(PREFIX))
-        if of_whole is not None and ".lora_" not in key and of_whole.shape[0] != whole.shape[0]:
+        if (
+            ".lora_" in key or of_whole is None or not (of_whole.shape and whole.shape)
+        ):  # a scalar has no rows
+            continue
+        if of_whole.shape[0] != whole.shape[0]:
             tokens = whole.shape[0]
             wrong.append(
                 f"{key.removeprefix(PREFIX)} has {tokens} tokens, the base {of_whole.shape[0]}: the vocabulary was "

@@ -27,7 +27,7 @@ from fmoe_ext.finetune.adapters.delta import compare, delta, module_of, plain_pa
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter, Factors, Pair
 from fmoe_ext.model_files import copy_small_files
 
-REPORT = "merge_report.json"
+_REPORT = "merge_report.json"
 
 
 class _Merge:
@@ -210,7 +210,7 @@ def merge(
         what = "A model with a LoRA adapter of its experts merged into it. Figures: merge_report.json."
         card = render_card(out.name, what, base.folder, facts, command, tags=["lora", "merged"])
         write_card(job.folder, card)
-        texts = {REPORT: report}
+        texts = {_REPORT: report}
         if len(base.files) > 1:
             stored = [plan.tensor(name) for name in base.tensors]
             metadata = {

@@ -1,5 +1,7 @@
 """Tell from lora_B [out, E * r] itself how its columns are packed: columns of one expert resemble each other.
 
+reading.py asks Evidence where neither the user nor the file says it; unpacked() and packed() are the two packings.
+
 Column k of expert e (k < r) lies in one of two places. With E = 3 and r = 2:
 
     rank_major    k * E + e    e0 e1 e2 | e0 e1 e2    PEFT
@@ -9,7 +11,7 @@ Columns start at zero and grow along the gradient of their expert, so that colum
 Group the columns as one packing says, and take the mean |cosine| inside the groups: it is higher for the true
 packing than for columns that are grouped at random, by several standard deviations of random groupings, and the
 other packing's is not. A reading is believed if it is _MIN_MARGIN of them above chance and above the other; else the
-file is "undecidable", and the user has to say. A randomized test, in statistics.
+file is "undecidable", and the user has to say. A permutation test, in statistics.
 """
 
 import math

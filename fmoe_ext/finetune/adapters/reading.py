@@ -1,7 +1,8 @@
 """Read the folder of an adapter: which layout its expert tensors have, and the two factors of each expert.
 
-Each expert's change is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like. Names tell the
-form of E experts' tensors:
+`fmoe adapter` calls read_adapter(); check, convert and merge work on the Adapter that it returns, in one form for all
+layouts. Each expert's change is scaling * b @ a, with a [r, in] and b [out, r], whatever the file looks like. Names
+tell the form of E experts' tensors:
 
     flat      of PEFT's target_parameters: one lora_A [E * r, in] and one lora_B [out, E * r] for all experts; where two
               parameters of a module are adapted, PEFT wraps a wrapper: the inner one's names have ".base_layer"
@@ -18,7 +19,7 @@ import functools
 import json
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
@@ -361,7 +362,8 @@ def _orientation(adapter: Adapter, layer: str, pairs: Mapping[str, Any]) -> str:
         )
     version = str(adapter.config.get("peft_version") or "")
     numbers = tuple(int(part) for part in re.findall(r"\d{1,4}", version)[:2])
-    # One projection: an adapter of the attention beside it reads the model's width, which tells d from H.
+    # One projection, or up and down without a gate, which fit both ways: an adapter of the attention beside it reads
+    # the model's width, which tells d from H.
     block = layer.split(".mlp.")[0].split(".block_sparse_moe.")[0]
     beside = (adapter.others.get(f"{PREFIX}{block}.self_attn.{n}_proj.lora_A.weight") for n in "qkv")
     d_model = next(
@@ -406,30 +408,42 @@ def _read_numbered(adapter: Adapter, layer: str, found: Mapping[Any, StoredTenso
         pairs = [_both(adapter, f"{layer}.{e} ({role})", found, (e, role)) for e in range(num_experts)]
         shapes = {(a.shape, b.shape, a.dtype) for a, b in pairs}
         ((a_shape, b_shape, dtype), *differ) = shapes
-        if differ or len(a_shape) != 2 or len(b_shape) != 2 or a_shape[0] != b_shape[1]:
+        is_pair = len(a_shape) == len(b_shape) == 2 and 0 < a_shape[0] == b_shape[1]
+        if differ or not is_pair:
             raise CheckpointError(
-                f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape"
+                f"{adapter.folder}: the experts of {layer} ({role}) differ in rank or shape, or have none"
             )
-        # rank and scaling may be of each module, by patterns of its name
-        leaves = [leaf for leaf, its_role in _ROLE.items() if its_role == role]
-        names = (f"{layer}.{e}.{leaf}" for e in range(num_experts) for leaf in leaves)
-        modules = [name for name in names if f"{PREFIX}{name}.lora_A.weight" in adapter.tensors]
-        scalings = {scaling_of(adapter.config, module, a_shape[0]) for module in modules}
-        if len(scalings) != 1:
-            raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
-        # the scaling above is by the rank of the tensors, which training had: another one in the config is a problem
-        said = {_from_pattern(adapter.config, "rank", module) for module in modules}
-        if said != {a_shape[0]}:
-            adapter.problems.append(
-                f"{layer}: {role} has rank {a_shape[0]}, but {CONFIG} says {', '.join(map(str, sorted(said)))}"
-            )
+        scaling = _shared_scaling(
+            adapter, layer, role, [f"{layer}.{e}" for e in range(num_experts)], a_shape[0]
+        )
 
         def read(pairs: Any = pairs) -> Pair:
             return torch.stack([a.read() for a, _ in pairs]), torch.stack([b.read() for _, b in pairs])
 
         adapter.layers.setdefault(layer, {})[role] = Factors(
-            num_experts, a_shape[0], a_shape[1], b_shape[0], scalings.pop(), dtype, read
+            num_experts, a_shape[0], a_shape[1], b_shape[0], scaling, dtype, read
         )
+
+
+def _shared_scaling(adapter: Adapter, layer: str, role: str, parents: Sequence[str], rank: int) -> float:
+    """Return the scaling of the modules of one projection, children of `parents`; CheckpointError if they differ."""
+    # rank and lora_alpha may be of each module, by patterns of its name
+    leaves = [leaf for leaf, its_role in _ROLE.items() if its_role == role]
+    modules = [
+        name
+        for name in (f"{parent}.{leaf}" for parent in parents for leaf in leaves)
+        if {f"{PREFIX}{name}.lora_A.weight", f"{name}.lora_A.weight"} & adapter.tensors.keys()
+    ]
+    scalings = {scaling_of(adapter.config, module, rank) for module in modules}
+    if len(scalings) != 1:
+        raise CheckpointError(f"{adapter.folder}: the experts of {layer} ({role}) differ in lora_alpha")
+    # the scaling is by the rank of the tensors, which training had: another one in the config is a problem
+    said = {_from_pattern(adapter.config, "rank", module) for module in modules}
+    if said != {rank}:
+        adapter.problems.append(
+            f"{layer}: {role} has rank {rank}, but {CONFIG} says {', '.join(map(str, sorted(said)))}"
+        )
+    return scalings.pop()
 
 
 def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor]) -> None:
@@ -437,7 +451,8 @@ def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor
     num_experts = max(tensor.shape[0] for tensor in found.values())
     for role in sorted({role for role, _ in found}):
         a, b = _both(adapter, f"{layer} ({role})", found, (role,))
-        if a.shape[1] != b.shape[2] or not {a.shape[0], b.shape[0]} <= {1, num_experts}:
+        fits = 0 < a.shape[1] == b.shape[2] and {a.shape[0], b.shape[0]} <= {1, num_experts}
+        if not (fits and num_experts):
             raise CheckpointError(
                 f"{adapter.folder}: {layer} ({role}) has lora_A {list(a.shape)} and lora_B {list(b.shape)}, expected "
                 f"[{num_experts}, r, in] and [{num_experts}, out, r]"
@@ -446,7 +461,7 @@ def _read_stacked(adapter: Adapter, layer: str, found: Mapping[Any, StoredTensor
         def read(a: StoredTensor = a, b: StoredTensor = b) -> Pair:
             return a.read().expand(num_experts, -1, -1), b.read().expand(num_experts, -1, -1)
 
-        scaling = scaling_of(adapter.config, f"{layer}.{role}", a.shape[1])
+        scaling = _shared_scaling(adapter, layer, role, [layer], a.shape[1])
         adapter.layers.setdefault(layer, {})[role] = Factors(
             num_experts, a.shape[1], a.shape[2], b.shape[1], scaling, a.dtype, read
         )

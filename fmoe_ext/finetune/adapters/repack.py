@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 
 import numpy as np
 import torch
@@ -31,7 +31,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.expert_files import Layer
 from fmoe_ext.checkpoint.files import copy_file, fingerprint, sync_file, write_json
 from fmoe_ext.checkpoint.model_folder import FLOATS
-from fmoe_ext.checkpoint.safetensors_file import renew_checksum
+from fmoe_ext.checkpoint.safetensors_file import StoredTensor, renew_checksum
 from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
 from fmoe_ext.finetune.adapters.delta import compare_experts, delta, module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import CONFIG, WEIGHTS, Adapter
@@ -77,6 +77,7 @@ def repack(
     plan = _Repack(adapter, open_model(source), memory, say)
     if tokens is not None:
         plan.take_text(tokens, seq_len, held_out)
+    plan.find_plain()
     text = "" if tokens is None else hashlib.sha256(tokens.numpy().tobytes()).hexdigest()
     with continued(out, "merging", plan.about(text, [seq_len, held_out])) as job:
         certificate = plan.run(job)
@@ -152,8 +153,33 @@ class _Repack:
             )
         if wrong:
             raise CheckpointError(f"{adapter.folder} does not fit {files.path}: {'; '.join(wrong[:3])}")
+        # (weight, lora_A, lora_B, scaling) of layers outside of the experts
+        self.plain: list[tuple[StoredTensor, StoredTensor, StoredTensor, float]] = []
         self.ids: torch.Tensor | None = None  # of the text: sequences to round by, then those to measure on
         self.rows = 0  # tokens to round by
+
+    def find_plain(self) -> None:
+        """Find the weights outside of the experts that change, which the files must have as floats."""
+        if self.base is None:  # a GGUF file, whose adapters of other layers __init__() has refused
+            return
+        of_base = BaseExperts(self.base)
+        for key, (a, b, scaling) in plain_pairs(self.adapter).items():
+            if at := of_base.converted(module_of(key)):
+                raise CheckpointError(
+                    f"{key}: the weight is made of {', '.join(at[1].names)} by Transformers' {at[1].operations}, which "
+                    "is not merged into packed files: merge the adapter into the unpacked model"
+                )
+            name = of_base.weight(module_of(key))
+            stored = self.base.tensors.get(str(name))
+            if stored is None or stored.dtype not in FLOATS or stored.place is None:
+                raise CheckpointError(
+                    f"{self.files.path} has no float weight for {key}: adapters of packed layers outside of the "
+                    "experts are not merged"
+                )
+            if stored.shape != (b.shape[0], a.shape[1]):
+                raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
+            of_base.check_alone(f"{module_of(key)}.weight")
+            self.plain.append((stored, a, b, scaling))
 
     def take_text(self, tokens: torch.Tensor, seq_len: int, held_out: float) -> None:
         """Cut a text into sequences to round by and sequences to measure on."""
@@ -214,7 +240,13 @@ class _Repack:
                     f"{job.folder} has lost {file.name}: remove {job.place} and merge again"
                 )
         self.files.copy_beside(job.folder, with_index=True)
-        self._merge_plain(job.folder)
+        # Layers outside of the experts: add in float32 at least, and replace the bytes.
+        for stored, a, b, scaling in self.plain:
+            value = stored.read()
+            wide = torch.promote_types(value.dtype, torch.float32)
+            merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)
+            path, begin = cast(tuple[Path, int], stored.place)
+            _patch(job.folder / path.name, begin, _raw(merged))
         # Round every layer: when the text gets there, or one after the other without a text.
         if self.ids is None:
             for path in self.modules:
@@ -298,34 +330,6 @@ class _Repack:
         job.done["layers"][path] = {name: sums[name].report() for name in _ROLES}
         job.note()
 
-    def _merge_plain(self, work: Path) -> None:
-        """Add the adapters of layers outside of the experts, whose weights are floats in the files."""
-        if self.base is None:  # a GGUF file, whose adapters of other layers __init__() has refused
-            return
-        of_base = BaseExperts(self.base)
-        for key, (a, b, scaling) in plain_pairs(self.adapter).items():
-            if at := of_base.converted(module_of(key)):
-                raise CheckpointError(
-                    f"{key}: the weight is made of {', '.join(at[1].names)} by Transformers' {at[1].operations}, which "
-                    "is not merged into packed files: merge the adapter into the unpacked model"
-                )
-            name = of_base.weight(module_of(key))
-            stored = self.base.tensors.get(str(name))
-            if stored is None or stored.dtype not in FLOATS or stored.place is None:
-                raise CheckpointError(
-                    f"{self.files.path} has no float weight for {key}: adapters of packed layers outside of the "
-                    "experts are not merged"
-                )
-            if stored.shape != (b.shape[0], a.shape[1]):
-                raise CheckpointError(f"{key} does not fit {name} {list(stored.shape)}")
-            of_base.check_alone(f"{module_of(key)}.weight")
-            # add in float32 at least, and replace the bytes
-            value = stored.read()
-            wide = torch.promote_types(value.dtype, torch.float32)
-            merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)
-            path, begin = stored.place
-            _patch(work / path.name, begin, _raw(merged))
-
 
 class _Sums:
     """Squared errors of the experts of one weight, with and without the adapter, and how their rows were rounded."""
@@ -363,7 +367,7 @@ class _Sums:
 
 
 def _ratio(errors: Sequence[Sequence[float] | None]) -> float | None:
-    """Return the norm of all errors over that of leaving the adapter out; None if that is not known, or 0."""
+    """Return the norm of all errors over the norm of those without the adapter; None if no expert has any."""
     known = [pair for pair in errors if pair is not None]
     ours, without = (sum(pair[i] for pair in known) for i in range(2))
     return (ours / without) ** 0.5 if without else None

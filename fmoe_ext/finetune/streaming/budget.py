@@ -31,8 +31,8 @@ from fmoe_ext.finetune.streaming.progress import Steps
 from fmoe_ext.memory import Memory, Process, process, restart_peak, room_of_process, trim_heap
 from fmoe_ext.optimizer_steps import follow_optimizers, has_a_parameter_of
 
-FREE_SHARE = 4  # a quarter of the memory is for activations and the program
-MOMENTS = 2  # state of an optimizer before its first step: those of Adam, in the dtype of the weight
+_FREE_SHARE = 4  # a quarter of the memory is for activations and the program
+_MOMENTS = 2  # state of an optimizer before its first step: those of Adam, in the dtype of the weight
 MARGIN = 16  # a sixteenth of what the limits leave stays free: heaps have gaps, and the system needs some
 
 
@@ -47,7 +47,7 @@ def least_memory(layers: Sequence[Layer], resident: int, is_whole: bool = False)
         buffers = len(layers) * bytes_of_experts(layers)
     else:
         buffers = PARTS * bytes_of_experts(layers, 1)
-    return math.ceil((resident + buffers) * FREE_SHARE / (FREE_SHARE - 1))
+    return math.ceil((resident + buffers) * _FREE_SHARE / (_FREE_SHARE - 1))
 
 
 class _Seen(NamedTuple):
@@ -97,7 +97,7 @@ class ExpertStream:
             raise ValueError(self._arithmetic(0))
         whole = max(layer.num_bytes(layer.num_experts) for layer in layers)
         # The page cache may keep the files if that leaves the process its memory: weights, buffers, the free quarter.
-        held = self._dense + min(for_experts, whole * len(layers)) + self.memory // FREE_SHARE
+        held = self._dense + min(for_experts, whole * len(layers)) + self.memory // _FREE_SHARE
         in_files = sum(span.num_bytes for layer in layers for span in layer.every_span())
         self.reads_through_cache = memory.free - held >= in_files
         self.pool = Pool(layers, for_experts, self.reads_through_cache)
@@ -105,7 +105,7 @@ class ExpertStream:
         # memory= may be more than the limits allow: warn if less than a quarter of the limit stays free.
         limit = memory.limit
         held = self._dense + min(self.pool.num_bytes, self.pool.layer_bytes * len(layers))
-        if limit is not None and held > limit.num_bytes - limit.num_bytes // FREE_SHARE:
+        if limit is not None and held > limit.num_bytes - limit.num_bytes // _FREE_SHARE:
             warnings.warn(
                 f"memory={memory.num_bytes:,} bytes lets the model hold {held:,}, but this process has a limit: "
                 f'{limit}. The system ends a process that exceeds it. Give less, or memory="auto"',
@@ -169,7 +169,7 @@ class ExpertStream:
                 if self._optimizers:
                     self._state = bytes_of_state(self._optimizers)
                 elif self._optimizer_bytes is None:  # before the first step, what an optimizer will have
-                    self._state = MOMENTS * sum(map(_bytes_of, trained))
+                    self._state = _MOMENTS * sum(map(_bytes_of, trained))
                 else:
                     self._state = math.ceil(self._optimizer_bytes * sum(t.numel() for t in trained))
                 if self._has_stepped:
@@ -218,14 +218,14 @@ class ExpertStream:
     def _left(self, adapters: int) -> int:
         """Count the bytes that are left for experts. adapters: their bytes."""
         others = self._dense + adapters + self._gradients + self._state
-        return self.memory - self.memory // FREE_SHARE - others
+        return self.memory - self.memory // _FREE_SHARE - others
 
     def _arithmetic(self, adapters: int) -> str:
         """Write the error for too little memory: a sum with every term, and what to change about it."""
         rows = [
             ("weights outside of the experts", self._dense),
             (f"{PARTS} experts", self._least),
-            ("activations and the program, a quarter of memory", self.memory // FREE_SHARE),
+            ("activations and the program, a quarter of memory", self.memory // _FREE_SHARE),
         ]
         # terms of training, each with what makes it smaller
         more = ""

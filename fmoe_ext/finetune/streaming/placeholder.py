@@ -1,7 +1,8 @@
 """Stand for weights that stay in files, or packed in memory: parameters with a shape, a dtype and no values.
 
+stream() gives a model a StreamedWeight for each weight of experts and a PackedWeight for each PackedLinear.
 Transformers, PEFT and the Trainer ask a parameter for its shape, dtype and device, move it, freeze it and list it. All
-that works (QUESTIONS, and SAME where nothing changes). Whatever would read or write values raises an error that says
+that works (_QUESTIONS, and _SAME where nothing changes). Whatever would read or write values raises an error that says
 what to do instead, rather than compute with the one NaN that the storage holds: every operation of torch comes through
 __torch_function__.
 """
@@ -15,7 +16,7 @@ from torch import nn
 from fmoe_ext.ep.wrappers import running_deepspeed
 
 # Questions about a tensor that need no values.
-QUESTIONS = frozenset(
+_QUESTIONS = frozenset(
     {
         "size", "dim", "ndimension", "numel", "nelement", "element_size", "stride", "storage_offset",
         "is_floating_point", "is_complex", "is_contiguous", "is_signed", "data_ptr", "untyped_storage",
@@ -24,19 +25,19 @@ QUESTIONS = frozenset(
     }
 )  # fmt: skip
 # Attributes that are other tensors of the same values.
-VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
+_VALUES = frozenset({"T", "mT", "H", "mH", "real", "imag"})
 # Methods that return the tensor itself if nothing changes.
-SAME = frozenset(
+_SAME = frozenset(
     {
         "detach", "detach_", "contiguous", "requires_grad_", "to", "cpu", "type", "alias", "pin_memory",
         "float", "half", "double", "bfloat16", "__getitem__",
     }
 )  # fmt: skip
-DEEPSPEED = "DeepSpeed"
+_DEEPSPEED = "DeepSpeed"
 # More to say for some of them.
-HINTS = MappingProxyType(
+_HINTS = MappingProxyType(
     {
-        DEEPSPEED: "it copies every weight: leave deepspeed= out of TrainingArguments, and train in one process. ",
+        _DEEPSPEED: "it copies every weight: leave deepspeed= out of TrainingArguments, and train in one process. ",
         "_is_view": "torch.compile does not compile this model: leave torch_compile=True or torch.compile out. ",
         **dict.fromkeys(
             ("to", "float", "half", "double", "bfloat16", "type"),
@@ -78,9 +79,9 @@ class StreamedWeight(nn.Parameter):
             if running_deepspeed():  # it would copy the data
                 cls._refuse(owner)
             return args[0]
-        if (name == "__get__" and owner not in VALUES) or name in QUESTIONS:
+        if (name == "__get__" and owner not in _VALUES) or name in _QUESTIONS:
             return super().__torch_function__(func, types, args, kwargs)
-        if name in SAME and _keeps(args[0], name, args[1:], kwargs):
+        if name in _SAME and _keeps(args[0], name, args[1:], kwargs):
             return args[0]
         cls._refuse(owner if name == "__get__" else name)
 
@@ -95,8 +96,8 @@ class StreamedWeight(nn.Parameter):
 
     @classmethod
     def _refuse(cls, what: str) -> NoReturn:
-        what = DEEPSPEED if running_deepspeed() else what
-        raise RuntimeError(f"{what}: {HINTS.get(what, '')}{cls.reason}")
+        what = _DEEPSPEED if running_deepspeed() else what
+        raise RuntimeError(f"{what}: {_HINTS.get(what, '')}{cls.reason}")
 
 
 class PackedWeight(StreamedWeight):

@@ -7,8 +7,8 @@ Three ways past or through the system's page cache, whose pages a memory cgroup 
                     aligned buffer ("bounce") first, and its spans are copied from there
     neither         file systems without O_DIRECT: through the cache, and each range is dropped from it after the copy
 
-Spans of neighbouring experts lie side by side, so they are joined to reads of CHUNK bytes, gaps included, which THREADS
-threads take in turn. Spans whose bytes have to be transformed (Span.turn) go through memory of RAW bytes first.
+Spans of neighbouring experts lie side by side, so they are joined to reads of CHUNK bytes, gaps included, which two
+threads share. Spans whose bytes have to be transformed (Span.turn) go through memory of RAW bytes first.
 """
 
 import functools
@@ -27,12 +27,12 @@ from fmoe_ext.checkpoint.expert_files import ALIGNED, Span
 
 BLOCK = 4096  # bytes to which O_DIRECT aligns offsets, lengths and addresses
 CHUNK = 4 * 2**20  # bytes of one read
-MAX_GAP = 16 * 2**10  # gaps between two spans up to this many bytes are read rather than skipped
+_MAX_GAP = 16 * 2**10  # gaps between two spans up to this many bytes are read rather than skipped
 RAW = 64 * 2**20  # bytes that are read at once to be transformed
-THREADS = 2
+_THREADS = 2
 
 
-Source: TypeAlias = tuple[Path, int, int]  # file, begin and number of bytes
+_Source: TypeAlias = tuple[Path, int, int]  # file, begin and number of bytes
 
 
 class _Chunk(NamedTuple):
@@ -61,7 +61,7 @@ class Reader:
     def __init__(self, paths: Iterable[Path] = (), through_cache: bool = False) -> None:
         self.through_cache = through_cache
         self._handles: dict[Path, _Open] = {}
-        self._threads = ThreadPoolExecutor(THREADS, "fmoe_ext read")
+        self._threads = ThreadPoolExecutor(_THREADS, "fmoe_ext read")
         # a function: a method would keep self alive
         weakref.finalize(self, _close, self._handles, self._threads)
         for path in paths:
@@ -76,7 +76,7 @@ class Reader:
         # To transform: all sources of a group into `raw`, then from there to their places in `into`.
         for group in _groups([span for span in spans if span.turn is not None]):
             # its place in raw; each once, as codes and scales may be of the same bytes
-            moved: dict[Source, Span] = {}
+            moved: dict[_Source, Span] = {}
             end = 0
             for source in (part[:3] for span in group for part in (span, *span.beside)):
                 if source not in moved:
@@ -92,7 +92,7 @@ class Reader:
         for path in {chunk.path for chunk in chunks}:
             self._open(path)
         # neighbours go to different threads, so that the disk sees its file in order
-        shares = [chunks[first::THREADS] for first in range(min(THREADS, len(chunks)))]
+        shares = [chunks[first::_THREADS] for first in range(min(_THREADS, len(chunks)))]
         self._all(functools.partial(self._read, into), shares)
         return sum(chunk.end - chunk.begin for chunk in chunks)
 
@@ -165,7 +165,7 @@ def _fill(handle: int, chunk: _Chunk, into: "np.ndarray[Any, Any]", begin: int, 
 
 
 def _turn(
-    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[Source, Span], span: Span
+    into: "np.ndarray[Any, Any]", raw: "np.ndarray[Any, Any]", moved: Mapping[_Source, Span], span: Span
 ) -> None:
     """Transform a span, with those that its transformation needs beside it, from `raw` into its place in `into`."""
     assert span.turn is not None
@@ -198,7 +198,7 @@ def _chunks(spans: Sequence[Span]) -> Iterator[_Chunk]:
             if current is not None and (
                 current.path != span.path
                 or begin < current.begin  # of the same bytes as an earlier span, which has been split
-                or begin - current.end > MAX_GAP
+                or begin - current.end > _MAX_GAP
                 or max(begin, current.end) - current.begin >= CHUNK  # full
             ):
                 yield current
