@@ -1,4 +1,7 @@
-"""The cases of an audit: layouts x accumulation x recomputation x padding x dtype."""
+"""The cases of an audit: layouts x accumulation x recomputation x padding x dtype.
+
+audit() (run.py) makes them by make_cases(), and trains each on as many processes as its Layout has ranks.
+"""
 
 import itertools
 import re
@@ -98,7 +101,7 @@ def make_cases(
     dtypes: Sequence[str],
     leave_out: Mapping[str, str],
 ) -> list[Case]:
-    """All combinations but those that leave_out names; few ranks and few unusual settings first."""
+    """Make all combinations but those that leave_out names; few ranks and few unusual settings first."""
     axes = (
         ("accumulation", accumulation, ACCUMULATION),
         ("recomputation", recomputation, RECOMPUTATION),

@@ -56,9 +56,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     report: AuditReport | PlanReport | RolloutReport
     try:
         if options.rollout:
-            if given := [f"--{n}" for n in (*_AXES, "world", "steps") if getattr(options, n) is not None]:
+            of_training = (*_AXES, "world", "steps", "timeout")
+            if given := [f"--{n}" for n in of_training if getattr(options, n) is not None]:
                 raise AuditError(f"{', '.join(given)} are of a training; a rollout has none")
             report = audit_rollout(*load_model(options.recipe, options.text))
+        elif options.text is not None:
+            raise AuditError("--text is of a rollout: give --rollout too")
         elif ":" in options.recipe:  # a Recipe, in the built-in layouts
             if options.world is not None:
                 raise AuditError("--world is for a file with parallelize(); a Recipe is audited in --layouts")

@@ -1,8 +1,9 @@
 """Compare the tensors of a step with one process, and say where the first difference comes from.
 
-The first tensor over the bound, in the order in which a step computes them, is where things went wrong; what
-follows is its consequence. So only that one is examined: a wrong output is traced to the first block that
-differs, a wrong gradient to the factor by which it is off (the number of ranks is a mean taken for a sum).
+run.py calls compare() on every rank after each step. The first tensor over the bound, in the order in which a step
+computes them, is where things went wrong; what follows is its consequence. So explain() examines only that one: a wrong
+output is traced to the first block that differs, a wrong gradient to the factor by which it is off (the number of
+ranks: a sum was taken for a mean). Built-in layouts go without it: their outputs are compared block by block.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Operators that a forward computes outside of what batch_invariant() covers.
+"""Operators that a forward computes outside of what batch_invariant() covers: for audit_rollout() (rollout.py).
 
 The mode replaces functions of torch where Python calls them. What multiplies inside of one function (an LSTM, a Fourier
 transform, a script of TorchScript) or is an operator called by its name (torch.ops.aten.mm) it does not see. A few
@@ -49,14 +49,16 @@ _ANY_SHAPE = frozenset({
     "sort", "stack", "take", "topk", "transpose", "tril", "triu", "uniform", "unsafe_chunk", "unsafe_split",
     "unsafe_split_with_sizes", "view_as_complex", "view_as_real", "where", "zero",
 })  # fmt: skip
-# another function for the elements after the last whole vector
+# torch computes the elements after the last whole vector by another function
 _IN_VECTORS = frozenset({
     "atan2", "atanh", "celu", "cosh", "elu", "exp2", "float_power", "gelu", "glu", "igamma", "ldexp", "logaddexp",
     "logaddexp2", "logit", "mish", "pow", "rsqrt", "selu", "sigmoid", "silu", "sinh", "softplus", "special_i0e",
 })  # fmt: skip
+# sums of rows
 _OF_ROWS = frozenset({
     "_fused_rms_norm", "linalg_vector_norm", "mean", "norm", "rms_norm", "std", "std_mean", "sum", "var", "var_mean",
 })  # fmt: skip
+# choices among numbers by their order
 _BY_ORDER = frozenset({"kthvalue", "median", "sort", "topk"})
 
 

@@ -97,7 +97,7 @@ class _InLayout(Parallel):
         self.blocks = blocks_of(bare)
         if case.recomputation != "none":
             recipe.recompute(bare, case.recomputation)
-        super().__init__(recipe.wrap(bare, layout))  # share: backward() cuts the batch
+        super().__init__(recipe.wrap(bare, layout))  # share: the whole batch, which backward() cuts
         self._rows = 0, 0  # samples of the microbatch that is on its way
         self._num_padded = 0  # columns that it was padded by
         self._extra: Step = {}

@@ -25,9 +25,9 @@ from fmoe_ext.distributed import DistributedGroupedDataParallel, clip_grad_norm_
 from fmoe_ext.layers import FMoE
 
 Batch: TypeAlias = Mapping[str, torch.Tensor]
-MASKS = ("attention_mask", "valid")  # names in a batch of what says which tokens are real
+_MASKS = ("attention_mask", "valid")  # names in a batch of what says which tokens are real
 NOT_A_TARGET = -100  # what cross_entropy ignores
-NUM_PADDED = 3  # columns that _pad() adds
+_NUM_PADDED = 3  # columns that _pad() adds
 
 
 @dataclass(frozen=True)
@@ -42,12 +42,12 @@ class Part:
 
 
 def count_tokens(batch: Batch) -> int:
-    """Number that the mean of a loss is over: labels that count, or tokens of the mask, or else samples."""
+    """Count what the mean of a loss is over: labels or targets that count, else tokens of the mask, else samples."""
     if "labels" in batch:
         return int((batch["labels"][:, 1:] != NOT_A_TARGET).sum())
     if "targets" in batch:
         return int((batch["targets"] != NOT_A_TARGET).sum())
-    for name in MASKS:
+    for name in _MASKS:
         if name in batch:
             return int(batch[name].sum())
     return num_samples(batch)
@@ -146,19 +146,19 @@ def blocks_of(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _pad(batch: Batch, side: str) -> Batch:
-    """Add NUM_PADDED columns to the left or right of every tensor [B, S, ...], which the batch's mask excludes."""
-    mask = next((batch[name] for name in MASKS if name in batch), None)
+    """Add _NUM_PADDED columns to the left or right of every tensor [B, S, ...], which the batch's mask excludes."""
+    mask = next((batch[name] for name in _MASKS if name in batch), None)
     if mask is None:
         raise AuditError(
-            f"the batch has no {' or '.join(MASKS)} [B, S] that could say which tokens are padding, only "
+            f"the batch has no {' or '.join(_MASKS)} [B, S] that could say which tokens are padding, only "
             f'{", ".join(batch)}: add one, give the recipe pad=, or leave_out={{"padding": reason}}'
         )
 
     def padded(name: str, x: torch.Tensor) -> torch.Tensor:
         if x.dim() < 2 or x.shape[1] != mask.shape[1]:
             return x
-        filling = 0 if name in MASKS else NOT_A_TARGET if name in ("labels", "targets") else 1
-        columns = x.new_full((x.shape[0], NUM_PADDED, *x.shape[2:]), filling)
+        filling = 0 if name in _MASKS else NOT_A_TARGET if name in ("labels", "targets") else 1
+        columns = x.new_full((x.shape[0], _NUM_PADDED, *x.shape[2:]), filling)
         return torch.cat((columns, x) if side == "left" else (x, columns), 1)
 
     return {name: padded(name, x) for name, x in batch.items()}

@@ -10,7 +10,8 @@ from fmoe_ext.audit.cases import Case
 from fmoe_ext.audit.compare import QUANTITIES, Difference
 from fmoe_ext.audit.training import Facts
 
-HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")  # of the columns, QUANTITIES
+# of the columns, in the order of QUANTITIES
+_HEADINGS = ("outputs", "loss", "gradients", "norm", "clipped", "parameters")
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class AuditReport:
         groups: dict[tuple[str, str], list[Result]] = {}
         for result in self.results:
             groups.setdefault((str(result.case.layout), result.case.dtype), []).append(result)
-        rows: list[Sequence[str]] = [("layout", "dtype", "cases", *HEADINGS, "verdict")]
+        rows: list[Sequence[str]] = [("layout", "dtype", "cases", *_HEADINGS, "verdict")]
         for key, results in groups.items():
             computed = [result.worst for result in results if result.worst]
             errors = [f"{max(w[q] for w in computed):.0e}" if computed else "-" for q in QUANTITIES]

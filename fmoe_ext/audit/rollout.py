@@ -37,7 +37,7 @@ from fmoe_ext.audit.source import find, is_of_transformers
 from fmoe_ext.ops import batch_invariant
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
 
-NUM_TEXTS, NUM_TOKENS = 2, 24  # of random tokens, if none are given
+_NUM_TEXTS, _NUM_TOKENS = 2, 24  # of random tokens, if none are given
 _SEARCHED = (
     "padded on the left by 3",
     "padded on the right",
@@ -174,10 +174,10 @@ def audit_rollout(model: Any, tokens: Tensor | None = None, *, invariant: bool =
     longer = None
     if tokens is None:
         most = min(_MOST_TOKENS, _MOST_WORK // max(1, sum(p.numel() for p in model.parameters())))
-        across = [length for length in lengths if NUM_TOKENS <= length <= most]
+        across = [length for length in lengths if _NUM_TOKENS <= length <= most]
         generator = torch.Generator("cpu").manual_seed(SEED)
         size = vocabulary_of(model.config, "give tokens=, integers [B, L]")
-        tokens = torch.randint(size, (NUM_TEXTS, NUM_TOKENS), generator=generator, device="cpu")
+        tokens = torch.randint(size, (_NUM_TEXTS, _NUM_TOKENS), generator=generator, device="cpu")
         if across:
             longer = torch.randint(size, (1, across[-1] + _AROUND), generator=generator, device="cpu")
     num_texts, num_tokens = tokens.shape
@@ -302,6 +302,10 @@ def _called_with_keywords(model: nn.Module, tokens: Tensor) -> frozenset[nn.Modu
 def load_model(source: str, text: str | None) -> tuple[Any, Tensor | None]:
     """Load (model, tokens [1, L] of text or None): a folder of Transformers, or what "module:function" returns."""
     if ":" in source:
+        if text is not None:
+            raise AuditError(
+                f"--text is for the tokenizer of a folder: let {source} return (model, tokens) instead"
+            )
         made = find(source)()
         return made if isinstance(made, tuple) else (made, None)
     from transformers import AutoModelForCausalLM, AutoTokenizer

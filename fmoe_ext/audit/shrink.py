@@ -24,6 +24,7 @@ from fmoe_ext.checkpoint.families import FAMILIES
 
 
 def _names(fact: str) -> list[str]:
+    """List the names that configurations of the known families have for a number."""
     return sorted({family.config[fact] for family in FAMILIES.values() if fact in family.config})
 
 
@@ -130,7 +131,7 @@ def _layers_of(build: Callable[[Any], nn.Module], config: Any) -> dict[str, list
 def _lost_layers(
     large: dict[str, list[frozenset[str]]], small: dict[str, list[frozenset[str]]]
 ) -> dict[tuple[str, frozenset[str]], int]:
-    """-> {(list, kind): number of the first such layer in the large model} for the kinds that the small one lacks."""
+    """Find the kinds that the small model lacks -> {(list, kind): number of its first layer in the large one}."""
     return {
         (name, kind): kinds.index(kind)
         for name, kinds in large.items()
@@ -265,7 +266,7 @@ def _shrink(small: Any, name: str, overrides: list[dict[str, Any]]) -> None:
 
 
 def _sizes(small: Any, name: str, overrides: list[dict[str, Any]]) -> tuple[list[str], set[int]]:
-    """-> (the fields that hold a size, its values in them and in layers' own)."""
+    """Find a size -> (the fields that hold it, its values in them and in layers' own)."""
     fields = [field for field in (name, *_SAME_SIZE.get(name, ())) if getattr(small, field, None) is not None]
     values: set[int] = set()
     for field in fields:

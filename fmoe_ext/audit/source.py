@@ -173,8 +173,14 @@ def load_module(name: str) -> Any:
         if not name.endswith(".py"):
             return importlib.import_module(name)
         # a second copy would have classes of its own, which do not unpickle as the first's
-        if path.stem in sys.modules:
-            return sys.modules[path.stem]
+        if (imported := sys.modules.get(path.stem)) is not None:
+            file = getattr(imported, "__file__", None)
+            if file is None or Path(file).resolve() != path:
+                raise AuditError(
+                    f"{name} cannot be imported: {file or 'a built-in module'} is imported already as "
+                    f"{path.stem!r}. Give the file another name"
+                )
+            return imported
         spec = importlib.util.spec_from_file_location(path.stem, path)
         assert spec is not None and spec.loader is not None
         module = sys.modules[path.stem] = importlib.util.module_from_spec(spec)

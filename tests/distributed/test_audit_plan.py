@@ -11,7 +11,9 @@ import torch
 from torch import nn
 
 from fmoe_ext.audit import AuditError, PlanRecipe, audit_plan
+from fmoe_ext.audit.cli import main
 from fmoe_ext.audit.plans.pipelining import Staged
+from fmoe_ext.audit.source import load_module
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -76,6 +78,32 @@ def test_file_without_the_functions_is_refused(tmp_path, pool):
         AuditError, match=r"no function model and no parallelize: a recipe file defines model\(\)"
     ):
         audit_plan(str(file), pool=pool)
+
+
+@pytest.mark.parametrize("name", ["json", "recipe_of_another_folder"])
+def test_file_with_the_name_of_an_imported_module_is_refused(name, tmp_path):
+    for folder in ("first", "second"):
+        tmp_path.joinpath(folder).mkdir()
+        (tmp_path / folder / f"{name}.py").write_text(f"folder = {folder!r}\n")
+    if name != "json":
+        assert load_module(str(tmp_path / f"first/{name}.py")).folder == "first"
+        assert load_module(str(tmp_path / f"first/{name}.py")).folder == "first"
+    with pytest.raises(AuditError, match=f"is imported already as {name!r}. Give the file another name"):
+        load_module(str(tmp_path / f"second/{name}.py"))
+
+
+@pytest.mark.parametrize(
+    "arguments, said",
+    [
+        (["plan.py", "--text", "a"], "--text is of a rollout"),
+        (["module:function", "--text", "a"], "--text is of a rollout"),
+        (["module:function", "--rollout", "--text", "a"], "let module:function return (model, tokens)"),
+        (["model", "--rollout", "--timeout", "9"], "--timeout are of a training"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused(arguments, said, capsys):
+    assert main(arguments) == 2
+    assert said in capsys.readouterr().err
 
 
 @pytest.mark.long

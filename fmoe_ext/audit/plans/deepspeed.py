@@ -1,5 +1,6 @@
-"""DeepSpeed under the audit: parallelize() of a recipe returns an Engine, with ZeRO 0 to 2 and experts of deepspeed.moe
-over ranks. It runs on a CPU in float32.
+"""DeepSpeed under the audit: parallelize() of a recipe returns an Engine.
+
+It has ZeRO 0 to 2 and experts of deepspeed.moe over ranks, and runs on a CPU in float32.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ from fmoe_ext.audit.cases import AuditError  # noqa: E402
 from fmoe_ext.audit.plan import Parallel, PlanRecipe  # noqa: E402
 from fmoe_ext.audit.recipe import Batch  # noqa: E402
 
-BACKEND = "partial_dtensor"  # FSDP of torch 2.13 does not know the others
+_BACKEND = "partial_dtensor"  # FSDP of torch 2.13 does not know the others
 
 
 class Decoder(Parallel):
@@ -39,10 +39,10 @@ class Decoder(Parallel):
             raise AuditError(
                 f"{', '.join(given)}: torchtitan is audited with data and expert parallel ranks alone"
             )
-        set_spmd_backend(BACKEND)
+        set_spmd_backend(_BACKEND)
         replicas = sizes.setdefault("dp_replicate", 1)
         dims = {"dp_shard": world // replicas, "tp": 1, "cp": 1, "pp": 1, "ep": 1} | sizes
-        self.dims = ParallelDims(**dims, world_size=world, spmd_backend=BACKEND)
+        self.dims = ParallelDims(**dims, world_size=world, spmd_backend=_BACKEND)
         self.dims.build_mesh()
         parallelize(model, self.dims)
 
