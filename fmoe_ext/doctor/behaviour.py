@@ -54,7 +54,8 @@ def evaluation(case: Case) -> Iterator[Finding]:
     for name, choices in case.choices.items():
         other = watch.choices.get(name)
         if random or other is None or other.shape[0] != choices.shape[0]:
-            yield verdict("evaluation", name, None, "training draws random numbers")
+            why = "training draws random numbers" if random else "its choices in evaluation are not visible"
+            yield verdict("evaluation", name, None, why)
             continue
         same = other.shape == choices.shape and other.sort().values.equal(choices.sort().values)
         # another K is wrong, other experts of the same K may be right: Sinkhorn balances in training only
@@ -97,7 +98,7 @@ def drops(case: Case) -> Iterator[Finding]:
         choices = watch.choices.get(layer.name)
         # rows that experts computed, less than were chosen
         if choices is not None and layer.name in computed:
-            chosen = int((choices < layer.num_experts).sum())
+            chosen = int(layer.load(choices).sum())  # without choices of nobody
             lost = chosen - computed[layer.name]
             if lost > 0:
                 declared = None if has_capacity(case, layer) else True

@@ -11,11 +11,12 @@ from fmoe_ext.doctor.subject import read
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check a model -> 0: no invariant is violated; 1: one is; 2: the model cannot be examined."""
+    """Check a model -> 0: no invariant is violated; 1: one is, or none could be decided; 2: it cannot be examined."""
     parser = argparse.ArgumentParser(
         prog="fmoe doctor",
         description="Check the invariants of a MoE model, ours or not, without a second implementation.",
-        epilog="Exit status: 0 no invariant is violated, 1 one is, 2 the model cannot be examined.",
+        epilog="Exit status: 0 no invariant is violated, 1 one is, or none could be decided, 2 the model cannot be "
+        "examined.",
     )
     parser.add_argument(
         "model",

@@ -1,6 +1,7 @@
 """Check that a sample's output is its own, whatever stands beside, behind or before it in the batch.
 
-Outputs of the whole model are compared, sample by sample, with those of a changed batch:
+examine.py runs outputs() and padding(). Outputs of the whole model are compared, sample by sample, with those of a
+changed batch:
 
     outputs     other order, other samples absent, or with other values            "batch"
     _causal     later tokens changed, or absent                                    "causality"
@@ -111,8 +112,8 @@ def _floating(output: Any) -> Iterator[torch.Tensor]:
             yield from _floating(value)
 
 
-# why a sample's output may depend on others by the model's design, None if nothing says so
 def _by_design(case: Case, watch: Watch) -> str | None:
+    """Say why a sample's output may depend on others by the model's design; None if nothing says so."""
     for layer in case.layers:
         reason = probe_of(case, layer).by_design
         if reason is not None:

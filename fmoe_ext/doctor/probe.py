@@ -287,7 +287,7 @@ def declared_capacity(layer: Layer) -> bool:
     return any(
         any(word in name.lower() for word in ("capacity", "drop")) and "dropout" not in name
         for name, value in options_of(layer).items()
-        if not isinstance(value, str | None) and value is not False
+        if not isinstance(value, str | None) and not (isinstance(value, int | float) and value == 0)
     )
 
 

@@ -1,6 +1,6 @@
 """Check the routing of each layer alone, whatever its code: rows, choices and weights, measured by a Probe (probe.py).
 
-What every router keeps, be it a softmax, sigmoids, noise or a bias of the choice:
+examine.py runs routing(). What every router keeps, be it a softmax, sigmoids, noise or a bias of the choice:
 
 * A token's row of the output depends on this token's input and scores alone.
 * A token is computed by the experts that it chose, once each, and by no others.

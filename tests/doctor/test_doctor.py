@@ -170,3 +170,77 @@ def test_line_of_a_violation_names_its_thread_if_there_is_one():
     lines = [str(doctor.Finding(name, "layer", "wrong", "0")) for name in ("used", "top-k")]
     assert lines[0].endswith(" layer: 0; call every layer, and add what it computes to the output")
     assert lines[1].endswith(" layer: 0; see MoLE#7; read the number of experts of a token from the option")
+
+
+class Unsure(torch.nn.Module):
+    """A router of two experts a token, which chooses nobody, -1, in the place of a weak one."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.randn(4, 8) * 0.3)
+
+    def forward(self, x):
+        weights, idx = (x @ self.weight.t()).softmax(-1).topk(2, -1)
+        return weights, torch.where(weights < 0.3, -1, idx)
+
+
+class UnsureLayer(torch.nn.Module):
+    def __init__(self, loses=False, **options):
+        super().__init__()
+        self.router, self.loses = Unsure(), loses
+        self.experts = torch.nn.ModuleList(
+            torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.SiLU(), torch.nn.Linear(16, 8))
+            for _ in "abcd"
+        )
+        vars(self).update(options)
+
+    def forward(self, x):
+        weights, idx = self.router(x)
+        out = x.clone()
+        for e, expert in enumerate(self.experts):
+            token, place = (idx == e).nonzero(as_tuple=True)
+            if self.loses:
+                token, place = token[token % 3 > 0], place[token % 3 > 0]
+            if len(token):
+                out = out.index_add(0, token, expert(x[token]) * weights[token, place, None])
+        return out
+
+
+class SortsInEvaluation(UnsureLayer):
+    """Chooses by topk in training, and in evaluation by a call that does not show how many it chooses."""
+
+    def __init__(self):
+        super().__init__()
+        self.router = torch.nn.Linear(8, 4, bias=False)
+
+    def forward(self, x):
+        scores = self.router(x).softmax(-1)
+        idx = scores.topk(2).indices if self.training else scores.argsort(descending=True)[:, :2]
+        out = x.clone()
+        for e, expert in enumerate(self.experts):
+            token, _ = (idx == e).nonzero(as_tuple=True)
+            out = out.index_add(0, token, expert(x[token]) * scores[token, e, None])
+        return out
+
+
+def test_choices_that_evaluation_hides_are_no_random_numbers():
+    torch.manual_seed(0)
+    report = doctor.check(SortsInEvaluation(), torch.randn(32, 8))
+    assert report.ok, str(report)
+    reasons = [f.numbers for f in report.findings if f.invariant == "evaluation" and f.verdict == "undecided"]
+    assert "its choices in evaluation are not visible" in reasons
+    assert "training draws random numbers" not in reasons
+
+
+def test_choices_of_nobody_are_not_lost():
+    torch.manual_seed(0)
+    report = doctor.check(UnsureLayer(), torch.randn(32, 8))
+    assert report.ok, str(report)
+
+
+@pytest.mark.parametrize("options, is_named", [({"drop_rate": 0.0}, True), ({"drop_rate": 0.1}, False)])
+def test_option_of_drops_that_is_off_excuses_nothing(options, is_named):
+    torch.manual_seed(0)
+    report = doctor.check(UnsureLayer(loses=True, **options), torch.randn(32, 8))
+    lost = [f for f in report.findings if "choices are computed by no expert" in f.numbers]
+    assert [f.verdict for f in lost] == ["wrong" if is_named else "undecided"]
