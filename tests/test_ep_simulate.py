@@ -155,3 +155,10 @@ def test_recorded_telemetry(tmp_path, capsys):
     with pytest.raises(SystemExit):
         main(["--loads", str(path), "--layer", "third"])
     assert "has no layer 'third' in every step, but first.0, second.0" in capsys.readouterr().err
+
+
+def test_loads_without_a_row_have_no_speed_up(tmp_path, capsys):
+    (tmp_path / "loads.json").write_text("[[0, 0, 0, 0]]")
+    main(["--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--network", "ib-ndr"])
+    times = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[1:]]
+    assert times == [["0.000", "1.00x"]] * 6

@@ -20,7 +20,7 @@ from types import MappingProxyType
 from fmoe_ext.ep.cost import Hardware
 
 GIB = 2**30
-PIPELINE_GAIN = 1.01  # a pipeline is put first only if it is faster by more than this factor
+_PIPELINE_GAIN = 1.01  # a pipeline is put first only if it is faster by more than this factor
 OPTIMIZER_COPIES = 4  # of each parameter: value, gradient and Adam's two
 
 
@@ -255,7 +255,7 @@ def plan(
     def order(found: Estimate) -> tuple[bool, float]:
         # what fits by seconds, before what does not fit, by how far it is from fitting
         fits = found.memory <= hardware.memory
-        worth = PIPELINE_GAIN if found.layout.pp > 1 else 1.0
+        worth = _PIPELINE_GAIN if found.layout.pp > 1 else 1.0
         return not fits, found.seconds * worth if fits else found.memory
 
     for layout in _layouts(ranks, len(layers), num_experts, batch):

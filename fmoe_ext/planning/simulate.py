@@ -49,7 +49,7 @@ to the others of its node and to other nodes its share of the node's cards, each
 
 Loads: TypeAlias = list[list[int]]  # steps, each with the rows of every expert
 
-POLICIES = ("none", "overlap", "shadowing", "overlap + shadowing", "placement", "all")
+_POLICIES = ("none", "overlap", "shadowing", "overlap + shadowing", "placement", "all")
 
 
 def draw_loads(num_steps: int, num_experts: int, num_rows: int, skew: float, seed: int = 0) -> Loads:
@@ -101,7 +101,7 @@ def simulate(
     num_local = num_experts // num_ranks
     in_place = list(range(num_experts))  # experts in the order of their places
     window = [0] * num_experts  # the load of each expert since the last placement
-    sums = dict.fromkeys(POLICIES, 0.0)
+    sums = dict.fromkeys(_POLICIES, 0.0)
     last: Sequence[int] | None = None  # the load of the step before
     for step, load in enumerate(loads):
         # 1. What policies decide before the step, by earlier loads: a new placement, shadows under each placement.
@@ -140,7 +140,8 @@ def show(title: str, times: dict[str, float]) -> None:
     """Print the milliseconds of each policy, and its speed-up over "none"."""
     print(f"{title}: ms a layer and step (speed-up)")
     for policy, seconds in times.items():
-        print(f"  {policy:20} {seconds * 1e3:10.3f}  {times['none'] / seconds:5.2f}x")
+        speed_up = times["none"] / seconds if seconds else 1.0  # loads without a row take no time
+        print(f"  {policy:20} {seconds * 1e3:10.3f}  {speed_up:5.2f}x")
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
