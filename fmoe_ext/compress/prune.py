@@ -36,8 +36,8 @@ from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
 from fmoe_ext.model_files import FolderModel, GgufModel, experts_modules, open_model
 
-REPORT, PAGE = "prune_report.json", "prune_report.html"
-SCORES = "scores.json"  # of a job that is not done
+_REPORT, PAGE = "prune_report.json", "prune_report.html"
+_SCORES = "scores.json"  # of a job that is not done
 
 
 def prune(
@@ -131,7 +131,7 @@ def prune(
     with unfinished as job:
         # Measure, and free the model, whose buffers are half of the memory.
         done = {} if job is None else job.done
-        file = given or (None if job is None else job.place / SCORES)
+        file = given or (None if job is None else job.place / _SCORES)
         found = measure_into(file, about, model, calibration.split(batch), criterion, say)
         if "loss_before" not in done:
             done["loss_before"] = _loss(model, test, say)
@@ -163,7 +163,7 @@ def prune(
         say("writing the smaller model")
         result = cut.write(job.folder, kept)
         report["loss_after"] = _loss(stream(result, memory), test, say)
-        write_json(job.folder / REPORT, report)
+        write_json(job.folder / _REPORT, report)
         with atomic_file(job.folder / PAGE) as page:
             page.write(render(report).encode())
         write_card(job.folder, _card(files.path, report, about["text"], merge))

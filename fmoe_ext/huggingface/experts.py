@@ -169,7 +169,7 @@ def expert_parallel(model: Any, group: Group = None, *, expert_dp_comm: str = "n
 
 
 def balance_callback(weight: float = 0.01, file: str | None = None) -> Any:
-    """A callback for Transformers' Trainer and TRL's: the gates' balance loss in the loss, experts' load in the logs.
+    """Make a callback for Trainers of Transformers and TRL: the balance loss in the loss, experts' load in the logs.
 
     weight: of the balance loss; file: of JSON lines for the load of every layer (balance.write).
     `Trainer(..., callbacks=[huggingface.balance_callback(0.01)])`: huggingface.trainer.BalanceCallback.
@@ -335,7 +335,7 @@ def activation_of(experts: Any, is_packed: bool) -> str | None:
 
 
 def _compute_dtype(experts: Any, weights: tuple[Tensor | None, ...]) -> torch.dtype:
-    """The dtype to compute in, autocast's where that is on; TypeError for quantised weights."""
+    """Return the dtype to compute in, autocast's where that is on; TypeError for quantised weights."""
     for weight in filter(torch.is_tensor, weights):
         # a quantised subclass may report the dtype that it dequantises to, not the one it has
         is_subclass = hasattr(weight, "__tensor_flatten__") and not is_dtensor(weight)

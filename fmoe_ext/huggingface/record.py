@@ -71,13 +71,8 @@ _LAYER: Mapping[str, tuple[type, ...]] = MappingProxyType(
 _NO_NAME = (
     "(fmoefied in memory, which no name loads: give ref_model=copy.deepcopy(model), or the tokenizer, itself)"
 )
-_NOT_SAVED = (
-    "moe_group",
-    "world_size",
-    "expert_dp_comm",
-    "gate_group",
-    "bias",
-)  # of this process, or in the entry
+# keywords of this process, and one that the entry has itself
+_NOT_SAVED = ("moe_group", "world_size", "expert_dp_comm", "gate_group", "bias")
 _NEVER = (*_NOT_SAVED, "num_expert", "mask", "mask_dict", "gate_hook")  # no values of JSON, or another entry
 
 
