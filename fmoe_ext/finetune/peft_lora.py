@@ -1,9 +1,9 @@
 """Give PEFT's adapters of experts' weights to operators that take them beside the weight: lora.fuse().
 
-PEFT computes experts (target_parameters) with W + scale B A: in each forward it adds up a product of the size of all
-experts' weights, which packed and streamed weights do not even have. fuse_adapters() makes its wrappers
-FusedParamWrapper: they hand A [E, r, in] and B [E, out, r] to the experts below instead, which compute for the rows x
-of each expert
+PEFT computes experts (target_parameters) with W + scale B A: in each forward it adds to the weights of all experts a
+product of their size; packed and streamed weights have no values to add to. lora.fuse() calls fuse_adapters(), which
+makes its wrappers FusedParamWrapper: they hand A [E, r, in] and B [E, out, r] to the experts below instead, which
+compute for the rows x of each expert
 
     x W^T + scale (x A^T) B^T
 

@@ -12,20 +12,25 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.checkpoint.base_experts import Experts
 from fmoe_ext.checkpoint.files import locked
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.check import check, logits
 from fmoe_ext.finetune.adapters.convert import convert
+from fmoe_ext.finetune.adapters.delta import compare_experts
 from fmoe_ext.finetune.adapters.reading import read_adapter
+from fmoe_ext.model_files import experts_modules, open_model
 from tests.checkpoint.adapter_models import (
     assert_same,
     base,
     by_expert,
+    peft,
     peft_weights,
     rewritten,
     trained,
 )
+from tests.finetune.streamed_models import save
 from tests.forked import start_python
 from tests.formats.format_models import load
 
@@ -412,9 +417,11 @@ def test_links_out_of_the_folder_and_pickles_are_refused(made, tmp_path):
         read_adapter(tmp_path)
 
 
-def _single_experts(folder, form, rank, prefix="base_model.model.", **config):
+def _single_experts(
+    folder, form, rank, prefix="base_model.model.", path="model.layers.0.mlp.experts", **config
+):
     """Write an adapter of two experts, a module for each or 3-d tensors; 6 wide, 4 hidden units."""
-    layer, tensors = f"{prefix}model.layers.0.mlp.experts", {}
+    layer, tensors = f"{prefix}{path}", {}
     for leaf, size_in, size_out in (("w1", 6, 4), ("w3", 6, 4), ("w2", 4, 6)):
         for e in range(2):
             name = f"{layer}.{leaf}" if form == "stacked" else f"{layer}.{e}.{leaf}"
@@ -468,3 +475,41 @@ def test_scalars_that_are_saved_whole_are_no_vocabulary(made, tmp_path):
     (tmp_path / "adapter_config.json").write_text((folder / "adapter_config.json").read_text())
     report = check(read_adapter(tmp_path), ModelFolder(base_folder))
     assert not report["problems"] and "model.norm.weight: merge refuses them" in report["notes"][0]
+
+
+def test_gate_of_experts_without_one_is_named(tmp_path):
+    """Merged, the change of the gate would be lost; converted, it has no name."""
+    adapter = read_adapter(_single_experts(tmp_path, "numbered", 2))
+    experts = Experts({"up": ("u0", "u1"), "down": ("d0", "d1")}, d_model=6, d_hidden=4)
+    assert compare_experts(adapter, lambda layer: experts) == [
+        "model.layers.0.mlp.experts: gate is adapted, but the base's experts have no gate"
+    ]
+    folder = save(tmp_path / "base", "NemotronHForCausalLM")
+    (path, *_) = experts_modules(open_model(folder).skeleton())
+    adapter = read_adapter(_single_experts(tmp_path, "numbered", 2, path=path))
+    with pytest.raises(CheckpointError, match=f"{path}: a gate is adapted, but the base's experts have none"):
+        convert(adapter, "peft-0.18", tmp_path / "out", ModelFolder(folder))
+
+
+def test_layers_without_experts_between_adapted_ones_are_no_problem(tmp_path):
+    """Every second layer of this model is dense."""
+    model = base("qwen3_moe", tmp_path / "base")
+    config = model.config.to_dict() | {"num_hidden_layers": 4, "mlp_only_layers": [], "layer_types": None}
+    whole, sparse = (
+        type(model)(type(model.config).from_dict(config | {"decoder_sparse_step": step})) for step in (1, 2)
+    )
+    whole.save_pretrained(tmp_path / "whole")
+    sparse.save_pretrained(tmp_path / "sparse")
+    adapted = peft.get_peft_model(
+        sparse, peft.LoraConfig(r=2, target_parameters=["mlp.experts.gate_up_proj", "mlp.experts.down_proj"])
+    )
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_()
+    adapted.save_pretrained(tmp_path / "adapter")
+    adapter = read_adapter(tmp_path / "adapter", "rank_major")
+    text = "no experts are adapted in layers [2], between others that are"
+    assert check(adapter)["problems"] == [text]
+    assert check(adapter, ModelFolder(tmp_path / "sparse"))["problems"] == []
+    assert check(adapter, ModelFolder(tmp_path / "whole"))["problems"] == [text]

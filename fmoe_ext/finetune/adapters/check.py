@@ -43,16 +43,19 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     for name in ("orientation", "packing"):
         if getattr(adapter, name) == "undecidable":
             problems.append(f"the file does not show its {name}: say it by --{name}")
-    # Does it fit the base? Sizes are computed only if it does.
-    of_base = None
+    # Does it fit the base? Sizes are computed only if it does. Layers between adapted ones may have no experts.
+    of_base, skipped = None, [*adapter.skipped]
     if base is not None:
         try:
             of_base = BaseExperts(base)
             wrong = compare(adapter, of_base)
+            skipped = [number for number, layer in adapter.skipped.items() if of_base.at(layer)]
         except CheckpointError as error:
             wrong = [str(error)]
         problems += wrong
         of_base = None if wrong else of_base
+    if skipped:
+        problems.append(f"no experts are adapted in layers {skipped[:8]}, between others that are")
     # A row for each projection of each layer; its values only if it is known how they are read.
     rows: list[dict[str, Any]] = []
     for layer, parts in adapter.layers.items():

@@ -4,8 +4,9 @@ import argparse
 import json
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -25,20 +26,33 @@ from fmoe_ext.finetune.adapters.repack import repack
 from fmoe_ext.finetune.text import read_tokens, tokenize
 from fmoe_ext.model_files import open_model
 
+# options of merge that --to packed alone reads, with their defaults
+_OF_PACKED: Mapping[str, Any] = MappingProxyType(
+    {
+        "text": None,
+        "tokens": None,
+        "tokenizer": None,
+        "rounding": "calibrated",
+        "memory": "auto",
+        "seq_len": 512,
+        "held_out": 0.25,
+        "force": False,
+    }
+)
+
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Check, convert or merge an adapter -> 0; 1: check found a problem; an error ends the program."""
+    """Check, convert or merge an adapter -> 0; 1: check found a problem. An error ends the program with its reason."""
     options = _parser().parse_args(arguments)
     try:
         folder = local_path(options.path, (CONFIG, WEIGHTS))
         adapter = read_adapter(folder, options.packing, options.orientation)
         # merge --to packed opens its base by itself: it may be a GGUF file
         if options.command == "merge":
-            has_text = options.text is not None or options.tokens is not None
             if options.to == "packed":
-                return _repack(adapter, options, has_text)
-            if has_text or options.force or options.rounding != "calibrated":
-                raise CheckpointError("--text, --tokens, --rounding and --force are for --to packed")
+                return _repack(adapter, options)
+            if given := _given(options, *_OF_PACKED):
+                raise CheckpointError(f"{given} are for --to packed")
         base = ModelFolder(local_path(options.base)) if options.base else None
         if base is not None:
             decode(base)  # packed weights read as floats from here on
@@ -71,8 +85,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
 
 
-def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> int:
+def _given(options: argparse.Namespace, *names: str) -> str:
+    """Join the options of these names that have another value than by default; "" for none."""
+    return ", ".join(f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != _OF_PACKED[n])
+
+
+def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
     """Run merge --to packed -> 0."""
+    has_text = options.text is not None or options.tokens is not None
     if options.dtype:
         raise CheckpointError("--dtype is of float weights: --to packed keeps the format of the base")
     if has_text == (options.rounding == "nearest"):
@@ -81,6 +101,10 @@ def _repack(adapter: Adapter, options: argparse.Namespace, has_text: bool) -> in
             if options.rounding == "calibrated"
             else "--rounding nearest reads no text: leave --text and --tokens out"
         )
+    unread = [*([] if options.text else ["tokenizer"]), *([] if has_text else ["seq_len", "held_out"])]
+    if given := _given(options, *unread):
+        why = "--tokens has ids already" if has_text else "--rounding nearest reads no text"
+        raise CheckpointError(f"{given} would have no effect: {why}")
     # the text, by the base's tokenizer unless another one is given
     source = open_model(options.base)
     tokens = None
@@ -176,6 +200,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     join.add_argument("-o", "--out", required=True, help="folder to write")
     # --to packed, and what belongs to it
+    join.set_defaults(**_OF_PACKED)
     join.add_argument("--to", choices=("packed",), help="pack the experts again, in the format of the base")
     text = join.add_mutually_exclusive_group()
     text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")
@@ -184,17 +209,13 @@ def _parser() -> argparse.ArgumentParser:
     join.add_argument(
         "--rounding",
         choices=("calibrated", "nearest"),
-        default="calibrated",
         help="nearest: without a text, for adapters trained by lora.fuse(quantize=)",
     )
-    join.add_argument("--memory", default="auto", help='for the model while it reads, as "8GiB"')
-    join.add_argument(
-        "--seq-len", type=positive_int, default=512, help="tokens of a sequence, 512 by default"
-    )
+    join.add_argument("--memory", help='for the model while it reads, as "8GiB"')
+    join.add_argument("--seq-len", type=positive_int, help="tokens of a sequence, 512 by default")
     join.add_argument(
         "--held-out",
         type=float,
-        default=0.25,
         help="share of the text to measure the error on, 0.25 by default",
     )
     join.add_argument(

@@ -131,6 +131,10 @@ def _all_fitted(
 ) -> dict[str, dict[str, Factors]]:
     """Join gate and up for flat tensors and split them for others -> {layer: projections as a layout has them}."""
     if lacks_gate(adapter, of_base):
+        if with_gate := [
+            layer for layer, parts in adapter.layers.items() if {"gate", "gate_up"} & parts.keys()
+        ]:
+            raise CheckpointError(f"{with_gate[0]}: a gate is adapted, but the base's experts have none")
         return adapter.layers
     in_turn = interleaves(adapter, of_base)  # None: unknown, an error only where it matters
 

@@ -104,6 +104,9 @@ def compare_experts(adapter: Adapter, at: Callable[[str], Experts | None]) -> li
         # (in, out) of each projection
         expected = {"gate_up": (d, 2 * h), "gate": (d, h), "up": (d, h), "down": (h, d)}
         for role, factors in projections.items():
+            if role in ("gate", "gate_up") and not experts.has_gate:
+                wrong.append(f"{layer}: {role} is adapted, but the base's experts have no gate")
+                continue
             # turned around, and not square: there the orientation was read or given wrongly
             if (factors.d_in, factors.d_out) == expected[role][::-1] != expected[role]:
                 wrong.append(f"{layer}: {role} is transposed")

@@ -1,8 +1,9 @@
 """Sort the options of PEFT's LoraConfig: read, without effect on the change of a weight, or refused.
 
-A new option of PEFT may change what the factors mean, so an unknown one in adapter_config.json is refused unless it is
-empty. The patterns of rank_pattern and alpha_pattern are regular expressions of a file that may be a stranger's, and
-some patterns take forever: only those are evaluated whose search ends soon, whatever they are tried on (is_quick).
+reading.py asks refusals() and is_quick() about adapter_config.json. A new option of PEFT may change what the factors
+mean, so an unknown one in the file is refused unless it is empty. The patterns of rank_pattern and alpha_pattern are
+regular expressions of a file that may be a stranger's, and some patterns take forever: only those are evaluated whose
+search ends soon, whatever they are tried on (is_quick).
 """
 
 import math

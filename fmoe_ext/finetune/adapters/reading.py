@@ -93,6 +93,7 @@ class Adapter:
     evidence: Evidence | None = None
     layers: dict[str, dict[str, Factors]] = field(default_factory=dict)  # {module: {projection: ...}}
     others: dict[str, StoredTensor] = field(default_factory=dict)  # under the names of the file
+    skipped: dict[int, str] = field(default_factory=dict)  # {number: module} of layers between adapted ones
     problems: list[str] = field(default_factory=list)  # what check() reports
     refused: list[str] = field(default_factory=list)  # why its factors are not all that changes the base
 
@@ -172,10 +173,11 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     }
     if len(shapes) > 1:
         adapter.problems.append("layers differ in projections, experts or widths")
-    numbers = sorted(int(m[1]) for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer)))
-    absent = sorted(set(range(numbers[0], numbers[-1])) - set(numbers)) if numbers else []
-    if absent:
-        adapter.problems.append(f"no experts are adapted in layers {absent[:8]}, between others that are")
+    found = {int(m[1]): m for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer))}
+    if found:
+        begin, end = min(found), max(found)
+        path, (first, last) = found[begin].string, found[begin].span(1)
+        adapter.skipped = {n: f"{path[:first]}{n}{path[last:]}" for n in range(begin, end) if n not in found}
     return adapter
 
 
