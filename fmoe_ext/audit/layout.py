@@ -1,8 +1,8 @@
 """A built-in layout as a plan: a Recipe in one case, on one rank.
 
-The model is built in its layout and gets its rows of the tensors of one process. Each rank has samples of its
-own. Their numbers may differ by one, for which weight(part) makes up; the loss is that of the whole job. Experts are
-compared by the rows that a rank has, so that nothing has to be gathered.
+audit() (run.py) makes a CasePlan of each case. The model is built in its layout and gets its rows of the tensors of one
+process. Each rank has samples of its own. Their numbers may differ by one, for which weight(part) makes up; the loss is
+that of the whole job. Experts are compared by the rows that a rank has, so that nothing has to be gathered.
 """
 
 from __future__ import annotations

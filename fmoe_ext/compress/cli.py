@@ -21,6 +21,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = _parser().parse_args(arguments)
     try:
         if options.tokens:
+            if options.tokenizer:
+                raise CheckpointError("--tokenizer is of --text")
             tokens = read_tokens(options.tokens)
         else:
             tokens = tokenize(options.text, options.tokenizer or options.path)

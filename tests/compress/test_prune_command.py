@@ -166,6 +166,7 @@ def test_heads_for_further_tokens_stay(given, tmp_path, capsys):
         ({"--experts": "1"}, "a token chooses 2 experts, so 1 are too few"),
         ({"--memory": "1KB"}, "is too little"),
         ({"--held-out": "1"}, "held_out must be from 0 to below 1"),
+        ({"--tokenizer": "other"}, "--tokenizer is of --text"),
     ],
 )
 def test_bad_input_is_one_sentence(given, tmp_path, changes, message):
