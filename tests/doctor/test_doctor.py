@@ -1,6 +1,7 @@
 """The doctor names every exhibit of the museum and is silent about models without a mistake."""
 
 import json
+import sys
 from types import MappingProxyType
 
 import pytest
@@ -149,6 +150,7 @@ def test_command_reports_the_file_of_the_page(make, status, capsys, tmp_path, mo
     example = code.split("\n", 1)[1]
     assert example == (ROOT / "examples/doctor/two_routers.py").read_text()
     monkeypatch.chdir(tmp_path)
+    monkeypatch.delitem(sys.modules, "two_routers", raising=False)  # of another folder
     tmp_path.joinpath("two_routers.py").write_text(example)
     assert main([f"two_routers.py:{make}", "--json"]) == status
     report = json.loads(capsys.readouterr().out)

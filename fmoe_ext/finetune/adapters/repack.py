@@ -117,8 +117,18 @@ class _Repack:
         found = experts_modules(self.model)
         self.modules = {path: found[path] for path in found if path in adapter.layers}
         self.layers = {p: m.streamed.stream.pool.layers[m.streamed.index] for p, m in self.modules.items()}
-        # Refuse formats that are not rounded, and layers that share the bytes of their experts.
-        owners: dict[tuple[Path, int], str] = {}  # {(file, first byte of its experts): layer}
+        # Refuse layers that share the bytes of their experts, and formats that are not rounded.
+        sharing: dict[tuple[Path, int], list[str]] = {}  # {(file, first byte of its experts): layers}
+        for path, module in found.items():
+            layer = module.streamed.stream.pool.layers[module.streamed.index]
+            first = next(iter(layer.parts.values())).spans[0][0]
+            sharing.setdefault((first.path, first.begin), []).append(path)
+        for paths in sharing.values():
+            if len(paths) > 1 and self.modules.keys() & set(paths):
+                raise CheckpointError(
+                    f"{' and '.join(paths)} share their experts, which a merge would change in all of them: leave the "
+                    "adapter unmerged"
+                )
         for path, layer in self.layers.items():
             # zero points and factors stay as they are, whatever they are made of
             parts = [part for name, part in layer.parts.items() if not name.endswith(".zero")]
@@ -129,12 +139,6 @@ class _Repack:
                 raise CheckpointError(
                     f"{files.path}: the experts of {path} are {kind}: --to packed is for {', '.join(ROUNDED)} as they "
                     "lie in the file. Merge into a float model without it"
-                )
-            first = next(iter(layer.parts.values())).spans[0][0]
-            if (other := owners.setdefault((first.path, first.begin), path)) != path:
-                raise CheckpointError(
-                    f"{other} and {path} share their experts, and each has an adapter of its own: merged they would be "
-                    "one. Leave the adapter unmerged"
                 )
         # Describe the experts as delta() wants them, and compare them with the adapter.
         self.experts: dict[str, Experts] = {}
