@@ -1,4 +1,8 @@
-"""Recipes and models that a user names or gives: sendable() makes what recipe_at() takes in every other process."""
+"""Recipes and models that a user names or gives: sendable() makes what recipe_at() takes in every other process.
+
+audit() (run.py) calls the first, each rank the second. find() and load_module() import what a name of the command line
+says, for the doctor and audit_plan() too.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Choose which experts of a layer stay when a model is pruned.
+"""Choose which experts of a layer stay when a model is pruned: prune.py calls best(), with merge= best_merged().
 
 Every layer keeps the same number, as config.json has only one. best() keeps the highest scores. best_merged() lets an
 expert that goes live on in a similar one that stays: their weights are averaged by use. Both ideas of merging are

@@ -6,8 +6,8 @@ experts_forward in place of the module's forward. That reads the facts, brings t
 these are spread (ep.py), and compute() takes one of three routes:
 
     a usual MLP      one operator: ops.expert_mlp, or frozen.frozen_mlp with packed weights or adapters
-    any other MLP    two grouped products with the module's own activation between them (_compute_apart), by one
-                     operator each way where glu.py knows it
+    any other MLP    two grouped products with the module's own activation between them (_compute_apart), which is one
+                     operator where glu.py knows it
     rounded adapters lattice.py, which comes back to compute() with the rounded weights
 
 T tokens of width D, K experts a token, H hidden width, N tokens that this rank has received, R = N * K rows sorted

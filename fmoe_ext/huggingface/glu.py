@@ -1,4 +1,6 @@
-"""Compute the clamped gated activations of Transformers' experts by one operator each way, on the CPU: GPT-OSS, ...
+"""Compute the clamped gated activations of Transformers' experts (GPT-OSS and others) by one operator, on the CPU.
+
+experts.py calls apply_gate() between the two products of experts that no single operator computes:
 
     g = min(gate, limit)        g sigmoid(alpha g) (clamp(up, -limit, limit) + offset)
 

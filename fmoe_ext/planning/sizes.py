@@ -1,4 +1,4 @@
-"""Count the layers of a decoder for the planner: of a model of Transformers, or from a few numbers.
+"""Count the layers of a decoder for `fmoe pipeline plan` and `fmoe info`: of a Transformers model, or from numbers.
 
 A config.json of a type that Transformers has is counted: its model is made on the meta device, so that each
 layer has its own sizes, whatever the family. What cannot be counted (sizes on the command line, a type that

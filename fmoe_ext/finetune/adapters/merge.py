@@ -41,7 +41,7 @@ class _Merge:
             raise CheckpointError(f"{adapter.folder} does not fit {base.folder}: {'; '.join(wrong[:3])}")
         adapter.require_decided()
         self.adapter, self.base = adapter, base
-        self.usual = usual_dtype(base.tensors.values()) or FLOATS[0]
+        self.usual = usual_dtype(base.tensors.values()) or FLOATS[0]  # dtype of most weights of the base
         self.dtype = dtype or self.usual
         self.loaded: tuple[str, dict[str, tuple[Factors, Pair]]] = ("", {})  # (layer, its factors)
         self.losses: dict[str, float] = {}  # {tensor or expert: share of its change that rounding took}

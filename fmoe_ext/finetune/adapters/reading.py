@@ -173,11 +173,12 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     }
     if len(shapes) > 1:
         adapter.problems.append("layers differ in projections, experts or widths")
-    found = {int(m[1]): m for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer))}
-    if found:
-        begin, end = min(found), max(found)
-        path, (first, last) = found[begin].string, found[begin].span(1)
-        adapter.skipped = {n: f"{path[:first]}{n}{path[last:]}" for n in range(begin, end) if n not in found}
+    numbered = {int(m[1]): m for layer in adapter.layers if (m := re.search(r"\.(\d{1,6})\.", layer))}
+    if numbered:
+        least = min(numbered)
+        path, (begin, end) = numbered[least].string, numbered[least].span(1)
+        between = (n for n in range(least, max(numbered)) if n not in numbered)
+        adapter.skipped = {n: f"{path[:begin]}{n}{path[end:]}" for n in between}
     return adapter
 
 

@@ -249,8 +249,8 @@ class _Repack:
             value = stored.read()
             wide = torch.promote_types(value.dtype, torch.float32)
             merged = (value.to(wide) + b.read().to(wide) @ a.read().to(wide) * scaling).to(value.dtype)
-            path, begin = cast(tuple[Path, int], stored.place)
-            _patch(job.folder / path.name, begin, _raw(merged))
+            whole, begin = cast(tuple[Path, int], stored.place)
+            _patch(job.folder / whole.name, begin, _raw(merged))
         # Round every layer: when the text gets there, or one after the other without a text.
         if self.ids is None:
             for path in self.modules:
