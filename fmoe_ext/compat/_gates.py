@@ -1,6 +1,7 @@
 """fmoe.gates and its modules: the gates of fmoe_ext, but topk_weights have the model's dtype, as FastMoE's have.
 
-_ModelDtype does that for every gate. NaiveGate and its subclasses also weigh by torch's softmax, to the last bit.
+compat's FMoE and MegatronMLP take their gates from here. _ModelDtype casts the weights of every gate; NaiveGate and its
+subclasses also weigh by torch's softmax of the chosen logits, to the last bit.
 """
 
 import functools

@@ -1,6 +1,8 @@
-"""Exchange rows and counts with other ranks for fmoe.functions: all that needs a process group is here.
+"""Exchange rows and counts with other ranks, for functions.py, and for the gates and policies that count over ranks.
 
-FastMoE's functions take counts and no group: the group is the one of the last ensure_comm(), kept in _State.
+FastMoE's functions take counts and no group: the group is the one of the last ensure_comm(), kept in _State. Counts are
+as in functions.py: local_expert_count is what this rank sends to each expert, global_expert_count what each rank sends
+to the experts here.
 
 A rank sends rows in the order (rank, expert). What it receives is in the order (rank, expert), too, now by sending
 rank, but an expert's rows must be together: to_experts() sorts to (expert, rank) after the exchange, from_experts()

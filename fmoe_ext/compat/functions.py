@@ -3,9 +3,9 @@
 FastMoE's programs write a layer's forward in three steps, each the other's mirror in the backward:
 
     prepare_forward   choices [T, K] -> pos, the choices sorted by expert, and counts
-    MOEScatter        rows inp[pos] in the order (rank, expert), exchanged -> the rows of the experts here, in the order
-                      (expert, rank)
-    MOEGather         the experts' results back to the ranks that sent the rows, and to the places pos
+    MOEScatter        rows inp[pos // K], a token for each choice, in the order (rank, expert), exchanged -> the rows of
+                      the experts here, in the order (expert, rank)
+    MOEGather         the experts' results back to the ranks that sent the rows, and to the places pos of [T * K, *]
 
 Counts are indexed [rank * num_expert + expert]: lec (local_expert_count) is what this rank sends to each expert, gec
 (global_expert_count) what each rank sends to the experts here. Rows of one expert keep the order of their tokens.
@@ -88,7 +88,7 @@ def _local_gather(
 
 
 class MOEScatter(Function):
-    """Copy rows inp[pos] and send them to their experts."""
+    """Copy rows inp[pos] and send them to their experts; pos here are tokens, prepare_forward's pos // K."""
 
     @staticmethod
     def forward(

@@ -1,4 +1,7 @@
-"""Run a layer to see what it takes: seconds, parameters, and the bytes that it keeps for its backward (split)."""
+"""Run a layer to see what it takes: seconds, parameters, and the bytes that it keeps for its backward.
+
+split() and compat.fairscale's balance_by_time() and balance_by_size() call these functions on copies of layers.
+"""
 
 import time
 from typing import Any

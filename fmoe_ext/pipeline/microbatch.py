@@ -1,4 +1,8 @@
-"""Helpers of split, Pipeline and Pipe for microbatches' values; the usual loss: a sum over tokens, and their count."""
+"""Values of microbatches, for split(), Pipeline and compat's Pipe; the default loss_fn and count of Pipeline.
+
+A layer takes and returns a tensor [B, *] or a tuple; all functions here take either. The loss is a sum over tokens, not
+a mean: Pipeline divides the sum of all microbatches by the count of all of them.
+"""
 
 from collections.abc import Callable
 from typing import Any, TypeAlias

@@ -103,9 +103,14 @@ def by_turns(first: Callable[[], None], second: Callable[[], None], device: torc
     context = contextvars.copy_context()
     context.run(works_for.set, current_thread())
     thread = threading.Thread(target=context.run, args=(turns.run, 0, first), daemon=True)
-    thread.start()
-    turns.run(1, second)
-    thread.join()
+    try:
+        thread.start()
+        turns.run(1, second)
+        thread.join()
+    finally:  # Ctrl-C may come at any line above: the other must neither wait for ever nor run beside the caller
+        turns.end(1)
+        if thread.is_alive():
+            thread.join()
     _set_random_state(device, turns.state_of_second)
     for error in turns.errors:
         if error is not None:
@@ -121,7 +126,7 @@ class _Turns:
     def __init__(self, device: torch.device):
         self._device = device
         self._stream = torch.cuda.current_stream(device) if device.type == "cuda" else None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # guards _turn and _ended
         self._turn = 0
         self._begin = _random_state(device)  # of both, if first() leaves the generators alone (by_turns)
         self._ended = [False, False]
@@ -139,7 +144,7 @@ class _Turns:
     def run(self, me: int, fn: Callable[[], None]) -> None:
         """Call fn() in the turns of `me`."""
         try:
-            self._await(me)  # in here, since Ctrl-C may end it and the other must not wait for ever
+            self._await(me)  # in here: Ctrl-C in the wait is an error of this thread's like any other
             # torch's generators belong to all threads, modes and streams to each: set them for this one
             _set_random_state(self._device, self._begin)
             # The new thread begins without autocast, and ends with it: an exit would empty all threads' cache of casts.
@@ -158,26 +163,29 @@ class _Turns:
             self.errors[me] = error
         if me == 1:  # the generators go on from here, as after first() and then second()
             self.state_of_second = _random_state(self._device)
-        self._ended[me] = True
-        self._give(1 - me)
+        self.end(me)
+
+    def end(self, me: int) -> None:
+        """Leave all turns to the other from now on."""
+        with self._changed:
+            self._ended[me] = True
+            self._changed.notify_all()
 
     def _hand_over(self, me: int) -> None:
         """Let the other run until it hands over or ends; called by ep.exchange before it waits."""
         if self._ended[1 - me]:
             return
         state = _random_state(self._device)
-        self._give(1 - me)
+        with self._changed:
+            self._turn = 1 - me
+            self._changed.notify_all()
         self._await(me)
         _set_random_state(self._device, state)
 
-    def _give(self, to: int) -> None:
-        with self._changed:
-            self._turn = to
-            self._changed.notify_all()
-
     def _await(self, me: int) -> None:
         with self._changed:
-            self._changed.wait_for(lambda: self._turn == me)
+            # Ctrl-C may end the other outside of its turn, so that it never gives this one back
+            self._changed.wait_for(lambda: self._turn == me or self._ended[1 - me])
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

@@ -1,9 +1,11 @@
 """FastMoE's names for Megatron-LM v2.2 to v3.0.2, on a stand-in with its structure: megatron.get_args, mpu, layers."""
 
+import random
 import sys
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
+import numpy
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,7 +89,7 @@ def install_megatron(tp=1, **options):
         hidden_size=D, ffn_hidden_size=4 * D, num_layers=LAYERS, top_k=2, num_experts=4, balance_strategy=None,
         balance_loss_weight=0.5, tensor_model_parallel_size=tp, pipeline_model_parallel_size=1, init_method_std=0.02,
         hidden_hidden_size=16, distributed_experts=True, rank=0, fp16=False, no_save_optim=False, no_load_optim=False,
-        finetune=False,
+        finetune=False, no_load_rng=False, rng_in_a_list=False,
     )  # fmt: skip
     args = SimpleNamespace(**(args | options))
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -101,6 +103,8 @@ def install_megatron(tp=1, **options):
                 group = dist.new_group(ranks)
                 if rank in ranks:
                     groups[kind] = group
+    tracker = SimpleNamespace(states=None)
+    tracker.set_states = lambda states: setattr(tracker, "states", states)
     mpu = SimpleNamespace(
         is_pipeline_last_stage=lambda: True,
         get_data_parallel_group=lambda: groups["data"],
@@ -109,6 +113,7 @@ def install_megatron(tp=1, **options):
         get_data_parallel_world_size=lambda: world // tp,
         get_tensor_model_parallel_rank=lambda: rank % tp,
         get_pipeline_model_parallel_world_size=lambda: 1,
+        get_cuda_rng_tracker=lambda: tracker,
     )
     checkpointing = ModuleType("megatron.checkpointing")
     checkpointing.__dict__.update(_checkpointing(args))
@@ -129,6 +134,11 @@ def _checkpointing(args):
     def save(iteration, model, optimizer, lr_scheduler):
         state = {"iteration": iteration, "model": model[0].module.state_dict_for_save_checkpoint()}
         state["optimizer"], state["args"] = optimizer.state_dict(), args
+        generators = {"random_rng_state": random.getstate(), "np_rng_state": numpy.random.get_state()}
+        generators |= {"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {"tensor": 7}}
+        if torch.cuda.is_available():
+            generators["cuda_rng_state"] = torch.cuda.get_rng_state()
+        state |= {"rng_state": [generators]} if args.rng_in_a_list else generators  # v3.0.2 has a list
         Path(name(args.save, iteration)).parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, name(args.save, iteration))
         dist.barrier()
@@ -290,11 +300,16 @@ def test_names_need_megatron(monkeypatch):
 
 def train_on_ranks(tp, steps, folder=None):
     """Losses of one model in FastMoE's way; with a folder, the files of a checkpoint that continues as if not saved."""
-    modules, args = install_megatron(tp=tp, save=folder, load=folder)
+    return with_megatron(_train_on_ranks, steps, folder, tp=tp, save=folder, load=folder)
+
+
+def with_megatron(function, *arguments, **options):
+    """function(args, *arguments) in a process of the pool, where the stand-in is installed."""
+    modules, args = install_megatron(**options)
     before = {name: sys.modules.pop(name) for name in list(sys.modules) if name.split(".")[0] == "megatron"}
     sys.modules.update(modules)
     try:
-        return _train_on_ranks(args, steps, folder)
+        return function(args, *arguments)
     finally:
         for name in modules:
             del sys.modules[name]
@@ -376,6 +391,43 @@ def test_checkpoint_files_of_fastmoe(pool, tmp_path):
     names = set(local["model"]["language_model"])
     assert names and all(".mlp.experts." in name for name in names)
     assert set(local) == {"model", "optimizer"}
+
+
+def draws_after_resume(folder, rng_in_a_list, no_load_rng=False):
+    options = {"rng_in_a_list": rng_in_a_list, "no_load_rng": no_load_rng}
+    return with_megatron(_draws_after_resume, save=folder, load=folder, **options)
+
+
+def _draws_after_resume(_):
+    """What a rank draws after it loads a checkpoint; at the save rank r's generators are seeded with r."""
+    model = DistributedDataParallel(fmoefy(Model(), 4))
+    inner = torch.optim.SGD(model.parameters(), lr=0.05)
+    optimizer = SimpleNamespace(
+        optimizer=inner, state_dict=inner.state_dict, load_state_dict=inner.load_state_dict
+    )
+
+    def seed(number):
+        random.seed(number)
+        numpy.random.seed(number)
+        torch.manual_seed(number)
+
+    seed(dist.get_rank())
+    save_checkpoint(1, [model], optimizer, None)
+    seed(10 + dist.get_rank())
+    assert load_checkpoint([model], optimizer, None) == 1
+    tracker = sys.modules["megatron"].mpu.get_cuda_rng_tracker()
+    return random.random(), numpy.random.rand(), torch.rand(()).item(), tracker.states
+
+
+@pytest.mark.parametrize("rng_in_a_list", [False, True])
+def test_generators_continue_from_rank_0s(pool, tmp_path, rng_in_a_list):
+    (_, there) = pool.run(draws_after_resume, str(tmp_path), rng_in_a_list)
+    expected = random.Random(0).random(), numpy.random.RandomState(0).rand()
+    generator = torch.Generator().manual_seed(0)
+    assert there == (*expected, torch.rand((), generator=generator).item(), {"tensor": 7})
+    # as the option says, each goes on as it was
+    (_, there) = pool.run(draws_after_resume, str(tmp_path), rng_in_a_list, True)
+    assert there[0] == random.Random(11).random() and there[3] is None
 
 
 def test_checkpoint_name_and_missing_file(megatron, monkeypatch, tmp_path):

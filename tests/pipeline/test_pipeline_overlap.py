@@ -115,6 +115,52 @@ def test_interrupt_lets_the_other_end(monkeypatch):
     assert len(log) == 3
 
 
+def test_interrupt_while_the_other_hands_over(monkeypatch):
+    """The caller's thread ends after the other has seen that it has not, and before it is given a turn."""
+    monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
+    log, handing_over, ended = [], threading.Event(), threading.Event()
+    plain = overlap._Turns._await, overlap._random_state, threading.Thread.join
+
+    def interrupted(turns, me):
+        if me == 1:
+            assert handing_over.wait(60)
+            raise KeyboardInterrupt
+        plain[0](turns, me)
+
+    def state(device):
+        if threading.current_thread() is not threading.main_thread():
+            handing_over.set()
+            assert ended.wait(60)
+        return plain[1](device)
+
+    def join(thread, timeout=None):
+        ended.set()
+        plain[2](thread, 60)
+        assert not thread.is_alive(), "it waits for a thread that has ended"
+
+    monkeypatch.setattr(overlap._Turns, "_await", interrupted)
+    monkeypatch.setattr(overlap, "_random_state", state)
+    monkeypatch.setattr(threading.Thread, "join", join)
+    with pytest.raises(KeyboardInterrupt):
+        by_turns(functools.partial(steps, "b", log, 3), lambda: None, torch.device("cpu"))
+    assert len(log) == 3
+
+
+def test_interrupt_while_the_other_starts(monkeypatch):
+    """Ctrl-C in Thread.start(), which waits for the new thread: it computes to its end all the same."""
+    monkeypatch.setattr("fmoe_ext.ep.exchange.find_group", lambda name: None)
+    log, plain = [], threading.Thread.start
+
+    def interrupted(thread):
+        plain(thread)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        by_turns(functools.partial(steps, "b", log, 3), lambda: None, torch.device("cpu"))
+    assert len(log) == 3
+
+
 class Block(nn.Module):
     """Attention's place, dropout included, and experts of all ranks."""
 

@@ -1,7 +1,8 @@
 """Propose a balance for Pipe: how many layers each partition gets, by the time or the memory that each layer takes.
 
-A layer's cost is measured alone, on one device; planning.layouts.balance_cost cuts the list of costs so that the
-largest partition is as small as possible. Signatures are FairScale's.
+A program calls balance_by_time() or balance_by_size() and gives the list to Pipe(balance=). A layer's cost is measured
+alone, on one device, in a copy; planning.layouts.balance_cost cuts the list of costs so that the largest partition is
+as small as possible. Signatures are FairScale's.
 """
 
 import time

@@ -2,6 +2,7 @@
 
 A microbatch is normalised by its own mean and variance; those of the batch cannot be known before its last microbatch.
 Sums and sums of squares are collected instead, and give the running statistics a step as for the whole batch.
+Pipe(deferred_batch_norm=True) puts these norms in and calls begin_batch(); the gradients stay those of microbatches.
 """
 
 from typing import Any

@@ -1,6 +1,7 @@
 """Cut a batch into microbatches and put their results together again, with other values among the tensors.
 
-Pipe calls scatter(), move() for each partition, and gather(). Values: a tensor [B, *], or a tuple of them, None, lists.
+Pipe calls scatter() once a batch, move() for each microbatch and partition, and gather() at the end. Values are a
+tensor [B, *], or a tuple of such tensors and of anything else (None, lists, numbers), which is not cut.
 """
 
 from typing import Any

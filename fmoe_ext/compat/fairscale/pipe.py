@@ -49,9 +49,9 @@ class Pipe(nn.Module):
 
     module: the layers. balance: how many consecutive layers each device gets. devices: one an entry of balance, all
     CUDA devices if None, or the CPU where there is none; the same device may serve several. chunks: microbatches that a
-    batch is cut into; the last may be smaller. checkpoint: which microbatches keep no activations and compute them
-    again in backward: "always", "except_last" or "never"; no effect outside of training. deferred_batch_norm: running
-    statistics move once a batch (DeferredBatchNorm).
+    batch is cut into; their rows differ by one at most. checkpoint: which microbatches keep no activations and compute
+    them again in backward: "always", "except_last" or "never"; no effect outside of training. deferred_batch_norm:
+    running statistics move once a batch (DeferredBatchNorm).
 
     Losses, hooks, skip connections (skippable) and gates' balance losses work as in the module itself; a gate's loss is
     the mean of its microbatches' losses, weighted by their rows, or inside gates.all_forwards_first and

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +91,8 @@ def _write(state: dict[str, Any], path: Path) -> None:
 def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str = "load") -> int:
     """Load what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
 
-    Random number generators continue from rank 0's. Raises FileNotFoundError where this rank's file is missing.
+    Random number generators of all ranks continue from rank 0's, as in Megatron without data_parallel_random_init.
+    Raises FileNotFoundError where this rank's file is missing.
     """
     mpu = get_mpu()
     if mpu.get_data_parallel_rank() == 0:
@@ -129,8 +132,28 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
         args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
         args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
         _megatron("update_num_microbatches")(consumed_samples=args.consumed_train_samples)
+    if not fresh and not getattr(args, "no_load_rng", False):
+        _set_generators(state, mpu)
     dist.barrier()  # the one in Megatron's load_checkpoint
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
+
+
+def _set_generators(state: dict[str, Any], mpu: Any) -> None:
+    """Set the random number generators as a file of Megatron has them; one without them (no_save_rng) changes none."""
+    import numpy
+
+    saved = state["rng_state"][0] if "rng_state" in state else state  # v3.0.2 has a list of them
+    if "torch_rng_state" not in saved:
+        return
+    random.setstate(saved["random_rng_state"])
+    numpy.random.set_state(saved["np_rng_state"])
+    torch.set_rng_state(saved["torch_rng_state"])
+    if torch.cuda.is_available():
+        torch.cuda.set_rng_state(saved["cuda_rng_state"])
+    # that of tensor-parallel regions: in mpu, in v3.0.2 in megatron.core.tensor_parallel
+    place = mpu if hasattr(mpu, "get_cuda_rng_tracker") else sys.modules.get("megatron.core.tensor_parallel")
+    if place is not None:
+        place.get_cuda_rng_tracker().set_states(saved["rng_tracker_states"])
 
 
 def merge_state_dict(

@@ -1,7 +1,9 @@
 """fmoe.megatron.patch: wrap Megatron-LM's model provider, forward step and loss function, for v2.2 to v3.0.2.
 
 patch_model_provider() gives the model MoE layers. The others add balance_loss_weight * (mean of the layers' balance
-losses) to the loss; with pipeline parallelism each stage adds the part of its own layers, in v2.2 the last stage alone.
+losses) to the loss. With pipeline parallelism each stage adds the part of its own layers, but in v2.2, as in FastMoE,
+only the last stage does: layers of other stages train without a balance loss. v2.2's schedule takes no loss from them,
+and fp16's loss scale, which a gradient of it would need, is not known here.
 """
 
 from __future__ import annotations
@@ -49,7 +51,8 @@ def patch_model_provider(
 def patch_forward_step(forward_step_func: Callable, Megatron_Version: str = "v2.2") -> Callable:
     """Wrap a forward_step_func to add balance_loss_weight * (mean balance loss of the layers) to the loss.
 
-    "v2.2": forward_step_func(data_iterator, model, input_tensor) returns (loss, dict) on the last pipeline stage.
+    "v2.2": forward_step_func(data_iterator, model, input_tensor) returns (loss, dict) on the last pipeline stage, whose
+    layers' losses alone are added.
     "v2.5", "v3.0.2": forward_step_func(data_iterator, model) returns (output, loss_func); the patched one returns
     (output, loss_func with balance loss, balance loss of this stage), as FastMoE's patches of Megatron's schedules
     expect. Without args.balance_strategy the function is returned as it is. Raises ValueError for another version.

@@ -186,7 +186,7 @@ class MegatronCoreMLP(nn.Module):
         if self.layer_number is not None:
             for name, value in values.items():
                 save_to_aux_losses_tracker(name, value, self.layer_number, num_layers)
-        # Gradients will be divided by the number of all tokens, so the mean of this microbatch becomes a sum over its.
+        # Megatron will divide gradients by the number of all tokens: the mean of this microbatch becomes its sum.
         if config.calculate_per_token_loss:
             copies = self._groups.cp.size()
             if config.sequence_parallel:
