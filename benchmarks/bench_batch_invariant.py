@@ -1,4 +1,7 @@
-"""Cost of batch_invariant() on the CPU, of a layer and of a model: processor time with it over that without."""
+"""Cost of batch_invariant() on the CPU, of a layer and of a model: processor time with it over that without.
+
+python -m benchmarks.bench_batch_invariant       one thread, float32 and bfloat16; prints a line a case, writes nothing
+"""
 
 import statistics
 import time

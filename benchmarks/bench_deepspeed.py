@@ -79,7 +79,7 @@ def main() -> None:
         medians = {n: common.summary(s)["median"] for n, s in common.interleave(steps, args.rounds).items()}
         for name, seconds in medians.items():
             rows.append([str(shape), name, f"{seconds * 1e3:.0f}", f"{seconds / medians['fmoe_ext']:.2f}"])
-    print(common.table(["(T, D, H, E, K)", "layer", "ms, forward + backward", "in our time"], rows))
+    print(common.table(["(T, D, H, E, K)", "layer", "ms, forward + backward", "times ours"], rows))
 
 
 if __name__ == "__main__":

@@ -193,7 +193,9 @@ def main():
     parser.add_argument("--dtypes", default="float32,bfloat16")
     parser.add_argument("--dtype", help=argparse.SUPPRESS)
     parser.add_argument(
-        "--layouts", default=",".join(LAYOUTS), help="names of LAYOUTS; the dense ones always run"
+        "--layouts",
+        default=",".join(LAYOUTS),
+        help="names of LAYOUTS; one process and the dense ones always run",
     )
     parser.add_argument("--out", type=Path, default=common.RESULTS / "drift.json")
     parser.add_argument("--picture", type=Path, help="PNG of the differences over the steps")
@@ -205,7 +207,10 @@ def main():
     runs = {}
     with tempfile.TemporaryDirectory() as folder:
         for dtype in args.dtypes.split(","):
-            for number, name in enumerate([n for n in LAYOUTS if n in args.layouts] + list(DENSE)):
+            layouts = [
+                n for n in LAYOUTS if n in args.layouts or n == "one process"
+            ]  # what others are off from
+            for number, name in enumerate(layouts + list(DENSE)):
                 place = Path(folder, f"{dtype}-{number}")
                 place.mkdir()
                 runs[name, dtype] = train(name, dtype, args.steps, place)

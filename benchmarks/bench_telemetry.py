@@ -1,5 +1,7 @@
 """Cost of balance.watch() and balance.log_choices() in a training step of `make train`.
 
+python -m benchmarks.bench_telemetry [--rounds 40]
+
 The whole step wanders by more than they cost. Timed are the step, and, in turn with and without telemetry, what it adds
 to: the forwards of the gates alone, and end_step().
 """

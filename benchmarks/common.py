@@ -1,4 +1,7 @@
-"""Shared parts of the benchmarks: interleaved timing, machine and commit of a result, tables."""
+"""Shared parts of the benchmarks: interleave() times steps in turn, write() leaves a JSON file and its table.
+
+write() puts machine, commit and command beside the results; merged() keeps the rows of other cases in such a file.
+"""
 
 import json
 import os

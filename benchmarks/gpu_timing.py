@@ -1,4 +1,8 @@
-"""Timing of forward and backward on a GPU with events, and the same by the clock where there is none."""
+"""Timing of forward and backward on a GPU with events, and by the clock on a CPU, for the bench_gpu_* programs.
+
+A step to be timed is two functions, forward() -> out and backward(out). time_interleaved() measures several in turn,
+measure_ceilings() what the device can do at best; Device counts the memory and the launches of a call.
+"""
 
 import statistics
 import time

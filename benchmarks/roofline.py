@@ -1,6 +1,10 @@
 """Upper bound of the expert layer's speed on a GPU: FLOPs, bytes and the sum of each kernel's own roofline.
 
-python -m benchmarks.roofline        the table of benchmarks/kernel_predictions.md, from the ceilings of an H100
+python -m benchmarks.roofline        writes benchmarks/kernel_predictions.md, from the ceilings of an H100
+
+bench_gpu_layer, _kernels and _main_grads take their shapes, and what a time is compared with, from here. A roofline is
+the larger of FLOPs over the ceiling of products and bytes over that of copies; `expected` adds whole tiles and waves,
+L2 and exposed epilogues. F1 to F3 are the kernels of the forward, B1 to B5 those of the backward.
 """
 
 import math

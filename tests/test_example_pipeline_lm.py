@@ -123,3 +123,15 @@ def test_text_that_is_not_there(example, tmp_path):
 
     with pytest.raises(SystemExit, match=r"nothing\.txt does not exist: give a text file or a folder"):
         load_text(str(tmp_path / "nothing.txt"), 10, 1)
+
+
+def test_megabytes_are_the_text_that_is_read(example, tmp_path):
+    """The option was taken and ignored."""
+    from text import load_text
+
+    path = tmp_path / "text.txt"
+    path.write_text("".join(f"{i:09} " for i in range(10_000)))  # 100,000 bytes, the last 5 % for validation
+    text = load_text(str(path), None, 0.002)
+    assert text.words[1:] == [f"{i:09}" for i in range(200)]
+    assert [len(part) for part in (text.train, text.valid, text.test)] == [200, 20, 20]
+    assert len(load_text(str(path), None, 0).train) == 9500

@@ -43,6 +43,9 @@ int main(int argc, char** argv) {
   } catch (const c10::Error& error) {
     std::fprintf(stderr, "generate: %s\n", error.what_without_backtrace());
     return 1;
+  } catch (const std::exception& error) {
+    std::fprintf(stderr, "generate: %s\n", error.what());
+    return 1;
   }
   return 0;
 }

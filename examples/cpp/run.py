@@ -7,6 +7,7 @@ curve to the bit, and from its checkpoint in the middle, with its optimizer's st
 import argparse
 import csv
 import math
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -90,6 +91,10 @@ def main():
     programs = build(options.build)
     corpus = load_corpus()
     options.out.mkdir(parents=True, exist_ok=True)
+    # checkpoints of an earlier run, perhaps of another number of steps, would be resumed at other learning rates
+    for folder in options.out.glob("step-*"):
+        shutil.rmtree(folder)
+    (options.out / "curve.csv").unlink(missing_ok=True)
     text = options.out / "text.bin"
     text.write_bytes(corpus.train.numpy().tobytes())
     subprocess.run([programs / "train", text, options.out, str(options.steps)], check=True)

@@ -1,8 +1,8 @@
 // Trains a language model with mixtures of experts in C++: train TEXT OUT [STEPS].
 //
 // Written to OUT: curve.csv (step, loss, balance loss), step-N/ with model.safetensors and
-// optimizer.safetensors, which examples/cpp/compare.py resumes in Python. A checkpoint that is there is
-// resumed.
+// optimizer.safetensors, which run.py, the caller, resumes in Python. The newest checkpoint in OUT of at
+// most STEPS is resumed; it must be of a run with as many STEPS, by which the learning rate falls.
 #include <cmath>
 #include <cstdio>
 #include <filesystem>

@@ -39,7 +39,7 @@ LARGER = {
 
 
 class Watch(transformers.TrainerCallback):
-    """The loss and the memory at every step: of weights, of adapters with their state, of buffers, of the process.
+    """Keep, for draw(), each step's loss and memory: of weights, adapters with their state, buffers and the process.
 
     program: bytes that the process had before it opened the model.
     """
@@ -263,11 +263,12 @@ def real_run(options: argparse.Namespace, out: Path) -> int:
     model = fmoe_ext.stream(options.model, options.memory)
     stream = model.expert_stream
     in_files = sum(layer.num_bytes(layer.num_experts) for layer in stream.pool.layers)
-    held_out = ids[-max(1, len(ids) // 20) :][:4]
+    num_held_out = min(4, max(1, len(ids) // 20))
+    data, held_out = ids[:-num_held_out], ids[-num_held_out:]
     before = loss_of(model, held_out)
     model = adapt(model, options.rank)
     stream.reset_statistics()
-    watch = train(model, ids[: -len(held_out)], options, out)
+    watch = train(model, data, options, out)
     after = loss_of(model, held_out)
     model.save_pretrained(out / "adapter")
     draw(watch, before, after, in_files, stream.memory, out / "finetune.png")

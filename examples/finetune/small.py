@@ -1,4 +1,7 @@
-"""A small MoE model that has learned some text, in a folder whose experts are MXFP4."""
+"""A small MoE model that has learned some text: make() trains and saves it, quantise() packs its experts to MXFP4.
+
+finetune.py and examples/compress call these; upcycle() makes the larger model of `finetune.py --limit`.
+"""
 
 import json
 import sysconfig
@@ -36,7 +39,7 @@ def windows(text: bytes, count: int, length: int, seed: int) -> torch.Tensor:
 
 
 def make(folder: Path, text: bytes, steps: int, alike: bool = False, **sizes: Any) -> None:
-    """Trains a Qwen3-MoE from nothing on a text, and saves it in bfloat16.
+    """Train a Qwen3-MoE from nothing on a text, and save it in bfloat16.
 
     alike: the experts of a layer begin as copies of one, as those of a model that was upcycled; sizes: besides SIZES.
     """
@@ -66,7 +69,7 @@ def make(folder: Path, text: bytes, steps: int, alike: bool = False, **sizes: An
 
 
 def upcycle(folder: Path, num_experts: int, top_k: int) -> None:
-    """Writes a model with one expert a layer again, with copies of it that noise sets apart, and a random gate."""
+    """Write a model with one expert a layer again, with copies of it that noise sets apart, and a random gate."""
     import transformers
 
     generator = torch.Generator().manual_seed(0)
@@ -100,7 +103,7 @@ def pack(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def quantise(source: Path, target: Path) -> None:
-    """Writes a model's folder again, its experts in MXFP4 under the names of GPT-OSS's files."""
+    """Write a model's folder again, its experts in MXFP4 under the names of GPT-OSS's files."""
     import transformers
 
     target.mkdir(parents=True)

@@ -1,4 +1,7 @@
-"""A decoder-only Transformer on bytes, whose MLPs are mixtures of experts in some blocks and dense in the others."""
+"""A decoder-only Transformer on bytes, whose MLPs are mixtures of experts in some blocks and dense in the others.
+
+LanguageModel is the model of one process; spread.py and pipelined.py put it on the ranks of a job.
+"""
 
 from dataclasses import dataclass, field
 from typing import Any

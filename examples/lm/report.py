@@ -1,6 +1,7 @@
-"""Pictures of a run: loss over steps and seconds, and how even the load of the experts was."""
+"""Pictures of a run, from the records of metrics.jsonl: loss over steps and seconds, and how even the load was.
 
-import json
+train.py calls draw_curve() and draw_expert_load() on the first rank.
+"""
 
 import matplotlib
 
@@ -12,10 +13,6 @@ from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator
 COLORS = {"moe": "#c2410c", "dense": "#1d4ed8"}
 SMOOTHING = 0.04  # share of the reports that a drawn load is the mean of
 STYLE = {"axes.spines.top": False, "axes.spines.right": False, "axes.grid": True, "grid.alpha": 0.25}
-
-
-def read_metrics(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def draw_curve(records, labels, source, path):

@@ -107,6 +107,12 @@ def parse(arguments=None):
             parser.error("--device cuda: start it with torchrun, one process for each GPU")
         if given := [name for name in ("ep", "tp", "pp") if getattr(options, name) != 1]:
             parser.error(f"--{given[0]} is for torchrun: without it, 1 process is compared with 2 of --ep 2")
+        # Megatron takes the mean of the parts' losses, which is that of the windows only if all have as many
+        if options.batch_size % (2 * options.microbatches):
+            parser.error(
+                f"--batch-size {options.batch_size} must be a multiple of 2 * --microbatches {options.microbatches}: "
+                "1 process and 2 compute the same losses only if all parts of a batch have as many windows"
+            )
     if options.dtype == "auto":
         options.dtype = "float32" if dist.is_torchelastic_launched() else "float64"
     try:

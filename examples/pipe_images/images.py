@@ -1,4 +1,4 @@
-"""Images and their classes: CIFAR-10's binary files, or the handwritten digits that scikit-learn ships."""
+"""Images and their classes for train.py: CIFAR-10's binary files, or the handwritten digits that scikit-learn ships."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +12,10 @@ RECORD = 1 + 3 * SIZE * SIZE  # a byte for the class, then red, green and blue
 
 @dataclass(frozen=True)
 class Images:
-    """Images [N, 3, 32, 32] with mean 0 and deviation 1, and their classes [N], for training and for test."""
+    """Images [N, 3, 32, 32] and their classes [N], for training and for test.
+
+    Each channel is shifted and scaled so that the training images have mean 0 and deviation 1.
+    """
 
     train: torch.Tensor
     train_classes: torch.Tensor

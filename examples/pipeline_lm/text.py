@@ -1,4 +1,8 @@
-"""Words of a text as numbers: training, validation and test parts, and the windows of every step."""
+"""Words of a text as numbers, for train.py: load_text() reads and splits it, get_batch() cuts the windows of a step.
+
+A text of N words becomes batch_size rows, each a stretch of N // batch_size words (batchify), and a step takes the next
+bptt words of every row.
+"""
 
 import re
 import sys
@@ -42,9 +46,9 @@ def load_text(path=None, most_words=None, megabytes=0):
             corpus = load_corpus(path)
         except DataError as error:
             raise SystemExit(f"train.py: {error}") from None
-        train, rest = (
-            tokenize(bytes(part.tolist()).decode("utf-8", "replace")) for part in (corpus.train, corpus.valid)
-        )
+        most = int(1e6 * megabytes) or None
+        read = corpus.train[:most], corpus.valid[: most and max(1, most // 5)]
+        train, rest = (tokenize(bytes(part.tolist()).decode("utf-8", "replace")) for part in read)
         parts = [train, rest[: len(rest) // 2], rest[len(rest) // 2 :]]
         source = corpus.source
     counts = Counter(parts[0])

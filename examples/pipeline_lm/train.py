@@ -159,7 +159,7 @@ class Trainer:
         ]
 
     def say(self, line):
-        """One rank of each replica speaks: the last, which computes the loss."""
+        """Print a line on one rank of each replica, the last of its pipeline; all ranks know the loss."""
         if self.rank // self.num_replicas == self.options.pp - 1:
             tqdm.write(f"[RANK {self.rank}]: {line}", file=sys.stdout)
             sys.stdout.flush()
@@ -220,7 +220,7 @@ class Trainer:
                 f"valid ppl {math.exp(loss):8.2f}"
             )
             self.say("-" * 89)
-            if loss < best_loss:
+            if best is None or loss < best_loss:  # a first loss may be NaN
                 best, best_loss = copy.deepcopy(self.pipeline.module.state_dict()), loss
             self.scheduler.step()
         self.pipeline.module.load_state_dict(best)

@@ -192,12 +192,13 @@ def wait_for_replicas(registry, num_experts, seconds=60):
 
 
 def report(paths, num_applied, out):
-    """Prints what happened; False if nothing was learned."""
+    """Print what happened -> False if nothing was learned, or an acknowledged gradient is missing or applied twice."""
     learned = True
     for path in paths:
         records = read_metrics(path)
         losses = [r["loss"] for r in records if r["loss"] is not None]
-        first, last = sum(losses[:20]) / 20, sum(losses[-20:]) / 20
+        some = 20 if len(losses) >= 20 else max(1, len(losses) // 2)
+        first, last = sum(losses[:some]) / some, sum(losses[-some:]) / some
         longest = max(r["seconds"] for r in records)
         failed = sum(bool(r["failed"]) for r in records)
         print(

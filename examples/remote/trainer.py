@@ -1,4 +1,7 @@
-"""One trainer: a byte-level language model whose experts are elsewhere. Started by train.py."""
+"""One trainer, started by train.py: a byte-level language model whose experts are on servers, found by --registry.
+
+It writes a JSON line a step to --metrics: time, loss, and how many gradients the servers have acknowledged.
+"""
 
 import argparse
 import json

@@ -23,15 +23,15 @@ LEAST_CHECKS, MOST_CHECKS, SECONDS_OF_CHECK = 4, 16, 15  # validations of a run:
 class Record:
     """Progress of a run.
 
-    curve: (seconds of training, validation loss in bits per byte). busiest: load of the busiest expert, of the mean
-    one's, at each of these.
+    curve: (seconds of training, validation loss in bits per byte). busiest: the busiest expert's load over the mean
+    load, at each of these.
     """
 
-    name: str
+    name: str  # of the model, a key of models.MLPS
     seed: int
-    factor: float
-    budget: float
-    seconds: float = 0.0
+    factor: float  # of all learning rates
+    budget: float  # seconds of training that the run has
+    seconds: float = 0.0  # that it has used
     steps: int = 0
     slices: int = 0
     diverged: bool = False

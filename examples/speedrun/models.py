@@ -1,4 +1,8 @@
-"""A small GPT on bytes and its four MLPs: dense, the published recipe twice, and fine experts."""
+"""A small GPT on bytes, its four MLPs, its optimizers and the sizes; contest.py trains it.
+
+The MLPs (MLPS) have about as many active parameters each: dense; 8 experts of which a token takes 2, beside a shared
+one, by torch's grouped_mm and by this package; and 32 fine experts of this package.
+"""
 
 import math
 from dataclasses import dataclass
@@ -213,7 +217,7 @@ class GPT(nn.Module):
         return SOFT_CAP * torch.tanh(logits / SOFT_CAP)
 
     def busiest(self) -> float:
-        """Load of the busiest expert in training, of the mean one's, in the worst layer; call it before a step."""
+        """Return the busiest expert's load over the mean load, in the worst layer; before the optimizer's step."""
         loads = [m.load for m in self.modules() if isinstance(m, GroupedMLP)]
         loads += [m.pending_load.float() for m in self.modules() if isinstance(m, SigmoidGate)]
         return max((load.max() / load.mean()).item() for load in loads) if loads else 1.0

@@ -59,6 +59,8 @@ def test_model_by_megatrons_arguments(tmp_path, model):
         ("--ep 2", "--ep is for torchrun"),  # was taken, and ignored
         ("--device cuda", "start it with torchrun"),
         ("--data nothing", "--data nothing does not exist"),
+        # ended with "the losses differ": a process with more windows counted as much as one with fewer
+        ("--batch-size 6", "--batch-size 6 must be a multiple of 2 * --microbatches 2"),
     ],
 )
 def test_options_that_cannot_be(monkeypatch, capsys, arguments, message):

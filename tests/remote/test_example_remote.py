@@ -1,6 +1,7 @@
 """examples/remote/train.py: the folder that it writes to. What it trains is `make train-remote`."""
 
 import importlib.util
+import json
 from pathlib import Path
 
 import pytest
@@ -32,3 +33,13 @@ def test_takes_away_an_earlier_run_only(example, tmp_path):
         (out / name).touch()
     example.prepare(out)
     assert out.is_dir() and not list(out.iterdir())
+
+
+def test_report_of_a_short_run(example, tmp_path, capsys):
+    """With fewer than 20 steps both means were of all losses, divided by 20: nothing was ever learned."""
+    record = {"seconds": 0.1, "failed": "", "lost": 0, "retries": 0, "applied": 3}
+    path = tmp_path / "trainer-0.jsonl"
+    path.write_text("".join(json.dumps({**record, "loss": loss}) + "\n" for loss in (4.0, 3.0, 2.0, 1.0)))
+    assert example.report([path], 3, tmp_path)
+    assert "loss 3.500 -> 1.500 in 4 steps" in capsys.readouterr().out
+    assert not example.report([path], 2, tmp_path)
