@@ -1,4 +1,7 @@
-"""Host time of a layer in C++ and Python, in turn: python -m benchmarks.bench_cpp LIBPARITY (of build/cpp_tests)."""
+"""Time of a small layer's step in C++ and in Python, in turn, one thread: python -m benchmarks.bench_cpp LIBPARITY.
+
+LIBPARITY: the library that tests/test_cpp.py builds of tests/cpp/parity.cpp, whose operator step_seconds times C++.
+"""
 
 import statistics
 import sys

@@ -1,4 +1,4 @@
-"""The expert layer on a GPU: time, memory, launches and host time, against the roofline and against its peers.
+"""The expert layer on a GPU: time, memory and launches, against the roofline and against its peers.
 
     python -m benchmarks.bench_gpu_layer                       every shape; results in benchmarks/results/gpu.json
     python -m benchmarks.bench_gpu_layer --shapes Qwen,OLMoE --tokens 16384 --routing random,zipf

@@ -1,5 +1,7 @@
 """A step of Muon beside torch.optim.Muon, and its iterations beside PyTorch's in bfloat16 and float32.
 
+Muon makes the gradient of each matrix orthogonal by five Newton-Schulz iterations, which are most of its step.
+
 python -m benchmarks.bench_newton_schulz [--threads 1] [--rounds 7] [--json results/newton_schulz.json]
 """
 

@@ -1,6 +1,7 @@
 """Other ways to run an MoE MLP (SwiGLU, weights [E, 2H, D] and [E, D, H]), and the dense chain that is the ceiling.
 
-Every function takes (x [T, D], topk_idx [T, K], topk_weights [T, K], w1, w2) and returns out [T, D].
+Every function takes (x [T, D], topk_idx [T, K], topk_weights [T, K], w1, w2) and returns out [T, D]. bench_layer times
+implementations() and DenseChain in turn; bench_here and gpu_peers take some of them.
 """
 
 import torch

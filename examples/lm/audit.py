@@ -1,4 +1,7 @@
-"""The language model's training as a recipe: `python -m fmoe_ext.audit examples/lm/audit.py:recipe`."""
+"""The language model's training as a recipe: `python -m fmoe_ext.audit examples/lm/audit.py:recipe`.
+
+The audit calls recipe(), and its functions build, batch, loss and optimizer for every layout that it compares.
+"""
 
 import contextlib
 import functools

@@ -1,4 +1,8 @@
-"""Text as bytes: what to train on, what to validate on, and the batch of every step."""
+"""Text as bytes: what to train on, what to validate on, and the batch of every step.
+
+load_corpus() reads and splits it; Corpus.batch() is a function of seed and step alone, so that any rank, a resumed run
+and another program have the same batches. The examples megatron, pipeline_lm, speedrun and cpp read their text by it.
+"""
 
 import functools
 import hashlib

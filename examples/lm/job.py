@@ -1,4 +1,7 @@
-"""The ranks of a run: which of them this process is, how they add up and agree. One process needs no group."""
+"""The ranks of a run: which of them this process is, how they add up and agree. One process needs no group.
+
+train.py makes one Job; models, runs and checkpoints get it and call its sums, which are no message in one process.
+"""
 
 import math
 import os

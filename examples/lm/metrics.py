@@ -1,4 +1,7 @@
-"""Records of a run: metrics.jsonl and, with --tensorboard, TensorBoard."""
+"""Records of a run: metrics.jsonl and, with --tensorboard, TensorBoard; trainer.py writes on the first rank.
+
+A record is a dict of one run and step (Run.report in runs.py). A resumed run cuts off what came after its checkpoint.
+"""
 
 import json
 import os

@@ -1,4 +1,7 @@
-"""The command line of train.py."""
+"""The command line of train.py: parse() -> options, checked against each other and against the ranks of the job.
+
+A resumed run takes its options from settings.json; only those in FREE_TO_CHANGE may be given otherwise.
+"""
 
 import argparse
 import os

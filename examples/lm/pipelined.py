@@ -1,4 +1,7 @@
-"""A language model whose blocks are cut over the ranks of a job, in stages of a pipeline, each with its copies."""
+"""A language model whose blocks are cut over the ranks of a job, in stages of a pipeline, each with its copies.
+
+runs.py makes it for --pp 2 and more, and spread.SpreadModel otherwise; both have the same methods.
+"""
 
 from contextlib import nullcontext
 

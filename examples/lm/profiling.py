@@ -1,4 +1,8 @@
-"""Time of a step by part: attention, gate, dispatch, experts and so on, forward and backward."""
+"""Time of a step by part: attention, gate, dispatch, experts and so on, forward and backward (train.py --profile).
+
+trainer.py calls StepProfile around steps FIRST to LAST. Hooks name a range of torch's profiler after each part of the
+model; an operator's own time goes to the range around it, a backward's to that of its forward.
+"""
 
 import json
 from collections import defaultdict

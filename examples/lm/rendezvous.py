@@ -2,7 +2,7 @@
 
 torchrun keeps its store over restarts, and ranks would find the addresses of the dead in it
 (https://github.com/pytorch/pytorch/issues/135712). Its count of restarts differs between machines, so that it cannot
-tell one start from another; the ranks agree on a name instead.
+tell one start from another; the ranks agree on a name instead. job.py calls meet() on every rank.
 """
 
 import time

@@ -1,4 +1,8 @@
-"""One model in training: the step, the schedule, validation and what is reported."""
+"""One model in training: the step, the schedule, validation and what is reported.
+
+trainer.py has one Run, or with --compare two, which train on the same batches. A Run makes its model for the layout of
+the job (spread.py, pipelined.py) and sums losses and loads until the next report.
+"""
 
 import math
 import time

@@ -1,4 +1,8 @@
-"""Checkpoints of a run, by fmoe_ext.checkpoint: never half written, and loadable on any number of ranks."""
+"""Checkpoints of a run, by fmoe_ext.checkpoint: never half written, and loadable on any number of ranks.
+
+trainer.py calls save() and load(), train.py prepare(). Beside model and optimizer a checkpoint has the sums of the next
+report (loss, seconds, loads of experts), so that a resumed run reports what one that was never stopped reports.
+"""
 
 import json
 import os

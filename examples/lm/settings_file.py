@@ -1,4 +1,4 @@
-"""Options of train.py from a YAML file."""
+"""Options of train.py from a YAML file: expand() puts those of --config FILE in front of the command line's."""
 
 import difflib
 from argparse import ArgumentParser

@@ -1,4 +1,4 @@
-"""Speed of a run as a share of the machine's, and its memory."""
+"""What trainer.py measures of the machine: FLOP/s of a product, of which a run's speed is a share (mfu), and memory."""
 
 import resource
 import sys

@@ -1,4 +1,7 @@
-"""A language model over the ranks of a job: its experts spread, the rest copied (ddp) or sharded (fsdp2)."""
+"""A language model over the ranks of a job: its experts spread, the rest copied (ddp) or sharded (fsdp2).
+
+runs.py makes a SpreadModel, on one process too; for --pp 2 and more a pipelined.PipelinedModel with the same methods.
+"""
 
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace

@@ -1,4 +1,8 @@
-"""Train a language model with mixture-of-experts layers: `python examples/lm/train.py --help`."""
+"""Train a language model with mixture-of-experts layers: `python examples/lm/train.py --help`.
+
+run_job() makes the ranks, the text and the Trainer (trainer.py), and finish() what is written at the end: pictures, a
+sample, figures. README.md beside it lists the other files.
+"""
 
 import sys
 from argparse import Namespace

@@ -1,4 +1,4 @@
-"""The training loop: batches, reports, checkpoints, and stopping in time."""
+"""The training loop: batches, reports, checkpoints, and stopping in time. train.py makes a Trainer on every rank."""
 
 import math
 import sys

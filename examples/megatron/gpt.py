@@ -1,4 +1,7 @@
-"""A small GPTModel of Megatron-core, on the CPU or on GPUs, and its training step by Megatron's schedules."""
+"""A small GPTModel of Megatron-core, on the CPU or on GPUs, and its training step by Megatron's schedules.
+
+train.py calls make_config(), make_chunks() and forward_backward(); so do the tests of fmoe_ext.megatron.
+"""
 
 import torch
 import torch.nn.functional as F

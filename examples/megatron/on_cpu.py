@@ -1,4 +1,7 @@
-"""Run Megatron-core without a GPU: it allocates on "cuda" by name, and its attention has CUDA buffers."""
+"""Run Megatron-core without a GPU: it allocates on "cuda" by name, and its attention has CUDA buffers.
+
+train.py builds and trains inside megatron_on_cpu(), and gpt.py gives the layers CausalAttention.
+"""
 
 from contextlib import contextmanager, nullcontext
 from unittest import mock

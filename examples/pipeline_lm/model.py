@@ -1,4 +1,7 @@
-"""A Transformer language model as a sequence of layers that a pipeline can cut: encoder, blocks, decoder."""
+"""A Transformer language model as a sequence of layers that a pipeline can cut: encoder, blocks, decoder.
+
+make_model(config) -> nn.Sequential, from tokens [B, S] to logits [B, S, vocabulary]; train.py gives it to split().
+"""
 
 import math
 from dataclasses import dataclass

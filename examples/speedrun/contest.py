@@ -1,4 +1,8 @@
-"""Runs that train for equal seconds, in slices by turns; the state of each lies in its folder after every slice."""
+"""Runs that train for equal seconds, in slices by turns; the state of each lies in its folder after every slice.
+
+speedrun.py asks next_run() whose turn it is and trains it for a slice. A Sweep has the trials that come first: short
+runs of each model at several learning rates, of which the best is taken.
+"""
 
 import json
 import math
