@@ -283,3 +283,23 @@ def test_match_of_another_kind():
         fmoefy(nn.ModuleDict({"ffn": sequential(nn.ReLU())}), 4, match=3)
     with pytest.raises(ValueError, match="points at the model itself"):
         fmoefy(sequential(nn.ReLU()), 4, match=nn.Sequential)
+
+
+def test_mlp_of_two_names_is_replaced_under_both():
+    """The second name kept the dense MLP, and a forward by it computed no expert."""
+
+    class Block(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.mlp = nn.Sequential(nn.Linear(D, H), nn.ReLU(), nn.Linear(H, D))
+            self.feed_forward = self.mlp
+
+        def forward(self, x):
+            return x + self.feed_forward(x)
+
+    model = fmoefy(nn.Sequential(Block(), Block()), 4, match="*.mlp")
+    for block in model:
+        assert isinstance(block.feed_forward, FMoETransformerMLP) and block.feed_forward is block.mlp
+    assert model[0].mlp is not model[1].mlp
+    x = tokens(3, dtype=torch.float32)
+    assert torch.equal(zero_experts(model)(x), x)  # without biases of experts, drawn as 0
