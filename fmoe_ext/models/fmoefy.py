@@ -269,7 +269,7 @@ def replace(
     for target, module in zip(targets, modules, strict=True):  # from here on nothing fails
         dense = getattr(target.parent, target.attribute)
         module.train(dense.training)
-        # a model may refer to one MLP at several places, and a block by two names: named_children() lists only the first
+        # a model may refer to one MLP at several places, a block even by two names, of which named_children() lists one
         places = [(m, name) for m in model.modules() for name, child in m._modules.items() if child is dense]
         for parent, name in places:
             setattr(parent, name, module)

@@ -302,4 +302,4 @@ def test_mlp_of_two_names_is_replaced_under_both():
         assert isinstance(block.feed_forward, FMoETransformerMLP) and block.feed_forward is block.mlp
     assert model[0].mlp is not model[1].mlp
     x = tokens(3, dtype=torch.float32)
-    assert torch.equal(zero_experts(model)(x), x)  # without biases of experts, drawn as 0
+    assert torch.equal(zero_experts(model)(x), x)  # experts of zero weights, whose biases begin as 0
