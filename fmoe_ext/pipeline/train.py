@@ -299,8 +299,11 @@ class Pipeline:
         rows = num_rows(batch)
         sizes = [rows // self.chunks + (i < rows % self.chunks) for i in range(self.chunks)]
         sizes += [0] * (self.num_microbatches - self.chunks)
-        if any(num_rows(part) != rows for part in (target if isinstance(target, tuple) else (target,))):
+        if any(num_rows(part) != rows for part in as_tuple(target)):
             raise ValueError(f"the target must have as many rows as the batch, {rows}")
+        if any(num_rows(part) != rows for part in as_tuple(batch)):
+            found = [num_rows(part) for part in as_tuple(batch)]
+            raise ValueError(f"the tensors of a batch must have equally many rows, but have {found}")
         batch = map_tensors(lambda x: x.to(self.device), batch)
         target = map_tensors(lambda x: x.to(self.device), target)
         return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, self.balance_weight)

@@ -399,6 +399,7 @@ def errors():
         lambda: Pipeline(two, data_parallel="zero", groups=groups),
         lambda: Pipeline(four, schedule="interleaved", data_parallel="ddp", groups=groups),
         lambda: pipeline.train_step(sample, sample[:3]),
+        lambda: pipeline.train_step((sample, sample[:3]), sample),
         lambda: Pipeline(two, count=len, groups=groups).train_step(sample, [1, 2]),
         lambda: init_groups(3),
     ]
@@ -430,6 +431,7 @@ ERRORS = (
     "data_parallel must be one of 'grouped', 'ddp', 'fsdp', 'none', but got 'zero'",
     "schedule 'interleaved' runs backward in parts, which DistributedDataParallel does not see",
     "the target must have as many rows as the batch, 10",
+    "the tensors of a batch must have equally many rows, but have [10, 3]",
     "the target of a pipeline must be a tensor or a tuple of tensors, but got list",
     "pp * ep must divide the number of ranks, 2, but got 3 * 1",
 )
