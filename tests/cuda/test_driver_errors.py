@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests import sanitized
+
+pytestmark = sanitized.long_unless_passed()  # nvcc takes half a minute
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = """
 #include <cstdio>
