@@ -94,7 +94,7 @@ def test_several_gates_and_forwards():
     assert not torch.equal(model["a"](tokens(9))[0], expected[0][0]), "outside the block gates choose again"
 
 
-def test_a_block_inside_another_leaves_it_as_it_was():
+def test_nested_replay_leaves_the_outer_one_as_it_was():
     """Recorded inside of a replay, and replayed inside of a record."""
     layer, x, y = FMoETransformerMLP(8, D, 16, gate="softmax").double(), tokens(1), tokens(2)
     outer, inner = RoutingReplay(layer), RoutingReplay(layer)
