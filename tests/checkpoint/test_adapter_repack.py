@@ -270,9 +270,13 @@ def test_experts_that_a_layer_without_an_adapter_shares_are_not_merged(tmp_path,
     first, second = (f"model.layers.{i}.mlp.experts" for i in (0, 1))
     tied = {f"{second}.{leaf}": f"{first}.{leaf}" for leaf in ("gate_up_proj", "down_proj")}
     monkeypatch.setattr(Qwen3MoeForCausalLM, "_tied_weights_keys", tied)
-    config = json.loads((source / "config.json").read_text()) | {"tie_word_embeddings": True}  # ties those, too
+    config = json.loads((source / "config.json").read_text()) | {
+        "tie_word_embeddings": True
+    }  # ties those, too
     (source / "config.json").write_text(json.dumps(config))
     for file in (source / "model.safetensors", adapter / "adapter_model.safetensors"):
         save_file({n: t for n, t in load_file(file).items() if second not in n}, file)
-    with pytest.raises(CheckpointError, match=f"{first} and {second} share their experts, which a merge would"):
+    with pytest.raises(
+        CheckpointError, match=f"{first} and {second} share their experts, which a merge would"
+    ):
         repack.repack(read_adapter(adapter, "rank_major"), source, tmp_path / "out", None)
