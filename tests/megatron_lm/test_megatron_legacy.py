@@ -1,5 +1,6 @@
 """FastMoE's names for Megatron-LM v2.2 to v3.0.2, on a stand-in with its structure: megatron.get_args, mpu, layers."""
 
+import functools
 import random
 import sys
 from pathlib import Path
@@ -26,7 +27,7 @@ from fmoe_ext.compat.megatron import (
 from fmoe_ext.compat.megatron.checkpoint import get_fmoe_checkpoint_name
 from fmoe_ext.gates import GShardGate, SwitchGate
 from fmoe_ext.megatron import fmoefy
-from fmoe_ext.testing import DistributedPool
+from fmoe_ext.testing import DistributedError, DistributedPool
 
 D, LAYERS = 8, 2
 STACK = {"v2.2": "transformer", "v2.5": "encoder", "v3.0.2": "encoder"}
@@ -89,7 +90,7 @@ def install_megatron(tp=1, **options):
         hidden_size=D, ffn_hidden_size=4 * D, num_layers=LAYERS, top_k=2, num_experts=4, balance_strategy=None,
         balance_loss_weight=0.5, tensor_model_parallel_size=tp, pipeline_model_parallel_size=1, init_method_std=0.02,
         hidden_hidden_size=16, distributed_experts=True, rank=0, fp16=False, no_save_optim=False, no_load_optim=False,
-        finetune=False, no_load_rng=False, rng_in_a_list=False,
+        finetune=False, no_load_rng=False, is_v3=False,
     )  # fmt: skip
     args = SimpleNamespace(**(args | options))
     world = dist.get_world_size() if dist.is_initialized() else 1
@@ -138,7 +139,9 @@ def _checkpointing(args):
         generators |= {"torch_rng_state": torch.get_rng_state(), "rng_tracker_states": {"tensor": 7}}
         if torch.cuda.is_available():
             generators["cuda_rng_state"] = torch.cuda.get_rng_state()
-        state |= {"rng_state": [generators]} if args.rng_in_a_list else generators  # v3.0.2 has a list
+        state |= {"rng_state": [generators]} if args.is_v3 else generators
+        if lr_scheduler is not None:
+            state["opt_param_scheduler" if args.is_v3 else "lr_scheduler"] = lr_scheduler.state_dict()
         Path(name(args.save, iteration)).parent.mkdir(parents=True, exist_ok=True)
         torch.save(state, name(args.save, iteration))
         dist.barrier()
@@ -154,8 +157,11 @@ def _checkpointing(args):
         dist.barrier()
         return iteration
 
+    def names(folder, iteration, use_distributed_optimizer, release=False):
+        return (name(folder, iteration, release),) * 2
+
     return {
-        "get_checkpoint_name": name,
+        **({"get_checkpoint_names": names} if args.is_v3 else {"get_checkpoint_name": name}),
         "get_checkpoint_tracker_filename": tracker,
         "save_checkpoint": save,
         "load_checkpoint": load,
@@ -279,6 +285,16 @@ def test_patched_training_step_adds_the_balance_loss(megatron):
         assert model.layers[0].mlp.gate.gate.weight.grad.abs().max() > 0
 
 
+def test_v2_2_adds_the_loss_of_the_last_stage_alone(megatron, monkeypatch):
+    """A step of another stage returns what it sends on, and no loss."""
+    megatron(balance_strategy="gshard")
+    monkeypatch.setattr(sys.modules["megatron.mpu"], "is_pipeline_last_stage", lambda: False)
+    model, sent = fmoefy(Model("transformer"), 4), []
+    step = patch_forward_step(lambda data, model, received: sent.append(model(received)) or sent[0], "v2.2")
+    assert step(None, model, tokens().float()) is sent[0]
+    assert model.layers[0].mlp.gate.get_loss(clear=False).requires_grad
+
+
 def test_without_balance_strategy_nothing_is_patched(megatron):
     megatron()
     function = lambda: None  # noqa: E731
@@ -393,18 +409,38 @@ def test_checkpoint_files_of_fastmoe(pool, tmp_path):
     assert set(local) == {"model", "optimizer"}
 
 
-def draws_after_resume(folder, rng_in_a_list, no_load_rng=False):
-    options = {"rng_in_a_list": rng_in_a_list, "no_load_rng": no_load_rng}
-    return with_megatron(_draws_after_resume, save=folder, load=folder, **options)
+class CopyingOptimizer:
+    """Megatron's optimizer in fp16 and bf16: float32 copies of the parameters, which another optimizer updates."""
+
+    def __init__(self, params, is_patched):
+        self.params, self.copies = list(params), []
+        for p in self.params:
+            self.copies.append(p.detach().float().clone())
+            if is_patched and hasattr(p, "dp_comm"):  # FastMoE's patch
+                self.copies[-1].dp_comm = p.dp_comm
+        self.optimizer = torch.optim.SGD(self.copies, lr=0.05)
+
+    def state_dict(self):
+        return {"optimizer": {"state": {}}, "fp32_from_fp16_params": [self.copies]}
+
+    def load_state_dict(self, state):
+        (self.copies,) = state["fp32_from_fp16_params"]
+
+    def reload_model_params(self):
+        self.copies = [p.detach().float().clone() for p in self.params]
 
 
-def _draws_after_resume(_):
-    """What a rank draws after it loads a checkpoint; at the save rank r's generators are seeded with r."""
-    model = DistributedDataParallel(fmoefy(Model(), 4))
-    inner = torch.optim.SGD(model.parameters(), lr=0.05)
-    optimizer = SimpleNamespace(
-        optimizer=inner, state_dict=inner.state_dict, load_state_dict=inner.load_state_dict
-    )
+def resume(folder, is_patched=True, **options):
+    return with_megatron(_resume, is_patched, save=folder, load=folder, bf16=True, **options)
+
+
+def _resume(_, is_patched):
+    """What a rank has after it loads a checkpoint; generators and scheduler of rank r are seeded with r at the save."""
+    model = DistributedDataParallel(fmoefy(Model(), 4).bfloat16())
+    optimizer = CopyingOptimizer(model.parameters(), is_patched)
+    scheduler = SimpleNamespace(state={"rank": dist.get_rank()})
+    scheduler.state_dict = lambda: scheduler.state
+    scheduler.load_state_dict = lambda state: setattr(scheduler, "state", state)
 
     def seed(number):
         random.seed(number)
@@ -412,22 +448,42 @@ def _draws_after_resume(_):
         torch.manual_seed(number)
 
     seed(dist.get_rank())
-    save_checkpoint(1, [model], optimizer, None)
+    saved = [p.detach().clone() for p in optimizer.params]
+    save_checkpoint(1, [model], optimizer, scheduler)
     seed(10 + dist.get_rank())
-    assert load_checkpoint([model], optimizer, None) == 1
+    scheduler.state = None
+    for p in optimizer.params:
+        p.data += 1
+    optimizer.copies = [torch.zeros_like(p) for p in optimizer.copies]
+    iteration = load_checkpoint([model], optimizer, scheduler)
+    assert all(map(torch.equal, optimizer.params, saved))
+    copies_are_theirs = all(torch.equal(c, p.float()) for c, p in zip(optimizer.copies, saved, strict=True))
+    draws = random.random(), numpy.random.rand(), torch.rand(()).item()
     tracker = sys.modules["megatron"].mpu.get_cuda_rng_tracker()
-    return random.random(), numpy.random.rand(), torch.rand(()).item(), tracker.states
+    return iteration, scheduler.state, copies_are_theirs, draws, tracker.states
 
 
-@pytest.mark.parametrize("rng_in_a_list", [False, True])
-def test_generators_continue_from_rank_0s(pool, tmp_path, rng_in_a_list):
-    (_, there) = pool.run(draws_after_resume, str(tmp_path), rng_in_a_list)
-    expected = random.Random(0).random(), numpy.random.RandomState(0).rand()
-    generator = torch.Generator().manual_seed(0)
-    assert there == (*expected, torch.rand((), generator=generator).item(), {"tensor": 7})
-    # as the option says, each goes on as it was
-    (_, there) = pool.run(draws_after_resume, str(tmp_path), rng_in_a_list, True)
-    assert there[0] == random.Random(11).random() and there[3] is None
+def draws_of(seed):
+    generator = torch.Generator().manual_seed(seed)
+    draws = random.Random(seed).random(), numpy.random.RandomState(seed).rand()
+    return (*draws, torch.rand((), generator=generator).item())
+
+
+@pytest.mark.parametrize("is_v3", [False, True])
+def test_a_rank_resumes_as_rank_0_does(pool, tmp_path, is_v3):
+    """Its experts and their float32 copies are its own; generators and scheduler go on from rank 0's."""
+    (_, there) = pool.run(functools.partial(resume, is_v3=is_v3), str(tmp_path))
+    assert there == (1, {"rank": 0}, True, draws_of(0), {"tensor": 7})
+    # as the options say: neither; v3.0.2 copies the weights that were loaded
+    options = {"is_v3": is_v3, "no_load_rng": True, "no_load_optim": True}
+    (_, there) = pool.run(functools.partial(resume, **options), str(tmp_path))
+    assert there == (1, None, is_v3, draws_of(11), None)
+
+
+def test_copies_that_no_tag_tells_apart(pool, tmp_path):
+    """They were left out, and a rank loaded those of rank 0's experts."""
+    with pytest.raises(DistributedError, match="have no dp_comm, and would not be saved"):
+        pool.run(functools.partial(resume, is_patched=False), str(tmp_path))
 
 
 def test_checkpoint_name_and_missing_file(megatron, monkeypatch, tmp_path):

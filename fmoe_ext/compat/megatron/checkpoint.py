@@ -32,6 +32,8 @@ def get_fmoe_checkpoint_name(
         data_parallel_rank = mpu.get_data_parallel_rank()
     # the others' names are Megatron's with _dp_rank_<dp> behind the folder of the rank
     if data_parallel_rank == 0:
+        if _is_v3():  # two names, of weights and optimizer: one file without the distributed optimizer
+            return _megatron("get_checkpoint_names")(checkpoints_path, iteration, False, release)[0]
         return _megatron("get_checkpoint_name")(checkpoints_path, iteration, release)
     folder = "release" if release else f"iter_{iteration:07d}"
     rank = f"mp_rank_{mpu.get_tensor_model_parallel_rank():02d}"
@@ -45,7 +47,8 @@ def get_fmoe_checkpoint_name(
 def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: Any) -> None:
     """Save the model of all ranks to args.save; all ranks call it.
 
-    model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline.
+    model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline, and in
+    fp16 and bf16 for an optimizer that FastMoE has not patched, whose copies of experts cannot be told from others.
     """
     if get_mpu().get_data_parallel_rank() == 0:
         _megatron("save_checkpoint")(iteration, model, optimizer, lr_scheduler)
@@ -56,16 +59,21 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
     state: dict[str, Any] = {"model": _experts_of(module.state_dict_for_save_checkpoint(keep_vars=True))}
     if not args.no_save_optim and optimizer is not None:
         # Entries of the optimizer are by the number of the parameter: the numbers stay, entries of others are left out.
-        # In fp16 Megatron's optimizer wraps another and has float32 copies of the parameters: None for the others.
-        whole = optimizer.state_dict()
-        inner = whole["optimizer"] if args.fp16 else whole
+        # In fp16 and bf16 it wraps another optimizer and has float32 copies of the parameters: None for the others.
+        whole, has_copies = optimizer.state_dict(), _has_copies(args)
+        inner = whole["optimizer"] if has_copies else whole
         params = [p for group in optimizer.optimizer.param_groups for p in group["params"]]
         kept = {i: inner["state"][i] for i, p in enumerate(params) if _is_expert(p) and i in inner["state"]}
         state["optimizer"] = {"state": kept}
-        if args.fp16:
+        if has_copies:
             copies = [
                 [p if _is_expert(p) else None for p in group] for group in whole["fp32_from_fp16_params"]
             ]
+            if state["model"] and not any(p is not None for group in copies for p in group):
+                raise ValueError(
+                    "the float32 copies of experts in Megatron's optimizer have no dp_comm, and would not be saved: "
+                    "where it makes them, copy it as FastMoE's patch does (main_param.dp_comm = param.dp_comm)"
+                )
             state["optimizer"] = {"optimizer": {"state": kept}, "fp32_from_fp16_params": copies}
     path = Path(get_fmoe_checkpoint_name(args.save, iteration))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +126,7 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
             )
         # not weights_only: Megatron's files hold its options and scheduler
         saved_by.append(torch.load(file, map_location="cpu", weights_only=False))
-    state = merge_state_dict(saved_by[0], saved_by[1], args.fp16)
+    state = merge_state_dict(saved_by[0], saved_by[1], _has_copies(args))
     _megatron("set_checkpoint_version")(state.get("checkpoint_version", 0))
     _only_chunk(model).load_state_dict(state["model"])
     # as Megatron's own load_checkpoint: a release, or weights to finetune, begins at iteration 0 with a new optimizer
@@ -126,8 +134,12 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     if not fresh and not args.no_load_optim:
         if optimizer is not None:
             optimizer.load_state_dict(state["optimizer"])
-        if lr_scheduler is not None:
-            lr_scheduler.load_state_dict(state["lr_scheduler"])
+        if lr_scheduler is not None:  # v3.0.2 writes it under another name
+            lr_scheduler.load_state_dict(
+                state["lr_scheduler" if "lr_scheduler" in state else "opt_param_scheduler"]
+            )
+    elif optimizer is not None and _has_copies(args) and _is_v3():
+        optimizer.reload_model_params()  # else the next step would put the copies of the first weights back
     if (saved := state.get("args")) is not None:  # the samplers go on where the data of the saved run ended
         args.consumed_train_samples = getattr(saved, "consumed_train_samples", 0)
         args.consumed_valid_samples = getattr(saved, "consumed_valid_samples", 0)
@@ -159,7 +171,7 @@ def _set_generators(state: dict[str, Any], mpu: Any) -> None:
 def merge_state_dict(
     state_dict_rank0: dict[str, Any], state_dict_local: dict[str, Any], fp16: bool
 ) -> dict[str, Any]:
-    """Put a rank's experts and their optimizer state into rank 0's state, which is changed."""
+    """Put a rank's experts and their optimizer state into rank 0's state, which is changed; fp16: bf16 too."""
     _update_nested(state_dict_rank0["model"], state_dict_local["model"])
     if "optimizer" not in state_dict_local:  # saved with no_save_optim
         return state_dict_rank0
@@ -185,6 +197,16 @@ def _experts_of(state: dict[str, Any]) -> dict[str, Any]:
         elif _is_expert(value):
             experts[key] = value.detach()
     return experts
+
+
+def _has_copies(args: Any) -> bool:
+    """Return True if Megatron's optimizer has float32 copies of the parameters."""
+    return args.fp16 or getattr(args, "bf16", False)
+
+
+def _is_v3() -> bool:
+    """Return True for the checkpointing of v3.0.2."""
+    return hasattr(importlib.import_module("megatron.checkpointing"), "get_checkpoint_names")
 
 
 # different on each data-parallel rank: no reduction at all, or one over tensor-parallel copies
