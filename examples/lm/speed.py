@@ -1,4 +1,4 @@
-"""What trainer.py measures of the machine: FLOP/s of a product, of which a run's speed is a share (mfu), and memory."""
+"""Measure the machine for trainer.py: FLOP/s of a product, of which a run's speed is a share (mfu), and memory."""
 
 import resource
 import sys

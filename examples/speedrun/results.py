@@ -1,4 +1,4 @@
-"""What speedrun.py writes of its runs: results.json, the picture of the losses and the table.
+"""Write results.json, the picture of the losses and the table of the runs of speedrun.py.
 
 Ratios are to the dense run of the same seed; "time to dense" is the share of its seconds after which a model has the
 loss that the dense one ends with.
