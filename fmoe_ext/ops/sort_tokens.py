@@ -58,8 +58,8 @@ def sort_tokens(topk_idx: torch.Tensor, num_experts: int) -> SortedTokens:
     topk_idx [T, K] int64 or int32, entries in [-1, num_experts)
     -> tokens_per_expert [E] int64, offs [E] int32, row_idx [T * K] int32, inverse [T, K] int32.
     Raises RuntimeError for an index outside that range (on CUDA it counts as dropped unless FMOE_DEBUG=1).
-    Equivalent to, without dropped choices: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse =
-    torch.argsort(row_idx).view(T, K).
+    Equivalent to: row_idx = torch.argsort(topk_idx.flatten(), stable=True); inverse =
+    torch.argsort(row_idx).view(T, K), where no choice is dropped.
     FastMoE: assign_pos.
 
     Example:

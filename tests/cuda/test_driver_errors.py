@@ -1,4 +1,4 @@
-"""What the Hopper launchers say when they do not get a function of the driver; nvcc compiles them into a program."""
+"""Errors of the Hopper launchers that do not get a function of the driver; nvcc compiles them into a program."""
 
 import shutil
 import subprocess
