@@ -214,7 +214,7 @@ def test_import_of_a_model_in_memory():
 
 
 @pytest.mark.parametrize("frozen", ["gate.", "experts.", "shared_expert."])
-def test_what_was_frozen_stays_frozen(frozen):
+def test_frozen_tensors_stay_frozen(frozen):
     """And the rest of the layer trains."""
     model = make("qwen2_moe", **MODELS["qwen2_moe"])
     for name, parameter in model.model.layers[0].mlp.named_parameters():

@@ -344,7 +344,7 @@ def test_llama_cpp_with_16_bits(dtype, tolerance, tmp_path):
     assert_llama_cpp_agrees(model, tmp_path / "out", tolerance, cache=llama_cpp_or_skip().F16)
 
 
-def test_an_older_package_gguf_is_named(tmp_path):
+def test_older_package_gguf_is_named(tmp_path):
     """One that lacks an architecture, or a packing."""
     with pytest.raises(CheckpointError, match="gguf does not know an-architecture: pip install -U gguf"):
         known_names("an-architecture")

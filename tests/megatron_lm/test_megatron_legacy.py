@@ -435,7 +435,7 @@ def resume(folder, is_patched=True, **options):
 
 
 def _resume(_, is_patched):
-    """What a rank has after it loads a checkpoint; generators and scheduler of rank r are seeded with r at the save."""
+    """Return the state of a rank after it loads a checkpoint; generators and scheduler of rank r are seeded with r."""
     model = DistributedDataParallel(fmoefy(Model(), 4).bfloat16())
     optimizer = CopyingOptimizer(model.parameters(), is_patched)
     scheduler = SimpleNamespace(state={"rank": dist.get_rank()})
@@ -470,7 +470,7 @@ def draws_of(seed):
 
 
 @pytest.mark.parametrize("is_v3", [False, True])
-def test_a_rank_resumes_as_rank_0_does(pool, tmp_path, is_v3):
+def test_rank_resumes_as_rank_0_does(pool, tmp_path, is_v3):
     """Its experts and their float32 copies are its own; generators and scheduler go on from rank 0's."""
     (_, there) = pool.run(functools.partial(resume, is_v3=is_v3), str(tmp_path))
     assert there == (1, {"rank": 0}, True, draws_of(0), {"tensor": 7})

@@ -48,7 +48,7 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
     """Save the model of all ranks to args.save; all ranks call it.
 
     model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline, and in
-    fp16 and bf16 for an optimizer that FastMoE has not patched, whose copies of experts cannot be told from others.
+    fp16 and bf16 for an optimizer that FastMoE has not patched, whose copies of experts are not known by a tag.
     """
     if get_mpu().get_data_parallel_rank() == 0:
         _megatron("save_checkpoint")(iteration, model, optimizer, lr_scheduler)

@@ -166,7 +166,7 @@ def test_answer_about_a_prefix_has_room_for_the_largest_records():
 
 @pytest.mark.parametrize("changes", [{"metadata": {"a": "\ud800"}}, {"expires": 10**400}])
 def test_record_that_cannot_be_read_ends_no_search(changes):
-    """Whoever asked the node that sent it got a UnicodeEncodeError or an OverflowError, which no caller expects."""
+    """Searches that asked the node that sent it ended in a UnicodeEncodeError or an OverflowError."""
 
     async def run():
         network = Network()
