@@ -309,7 +309,10 @@ def _converted(
         parts = tuple(f"{part.partition('.')[0]}." for part in (gate, *family.in_modules.experts))
         values = {key: value for key, value in values.items() if key.startswith(parts)}
     # not detached: what is read of them requires a gradient if one of them does
-    stored = {key: StoredTensor(value.shape, value.dtype, lambda v=value: v) for key, value in values.items()}
+    stored = {
+        key: StoredTensor(value.shape, value.dtype, functools.partial(values.__getitem__, key))
+        for key, value in values.items()
+    }
     found = find_layer(stored, "", gate)
     # Every tensor is taken or refused: one left over is a part of the block that ours does not compute
     kept = {key for key in values if family.norm and key.startswith(f"{family.norm}.")}
