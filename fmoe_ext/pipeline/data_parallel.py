@@ -2,9 +2,14 @@
 
 A parameter that stages of different ranks share (an embedding that is also the head) has a copy on each. The copies
 begin equal, and after each step get the sum of their gradients, so that they stay equal. Gradients of earlier steps
-are such sums already: they are set aside meanwhile, or they would be summed again.
+are such sums already: they are set aside meanwhile, or they would be summed again. Stages of one rank share the parameter
+itself, whose gradient autograd sums.
+
+joined() makes one module of the parts of a rank's stages (Pipeline.module, for checkpoints); num_copies() says how
+often clipping would count a gradient.
 """
 
+from collections import Counter
 from collections.abc import Sequence
 
 import torch
@@ -53,9 +58,6 @@ class TiedParameters:
         for p, group in self._shared:
             dist.broadcast(p.detach(), dist.get_process_group_ranks(group)[0], group=group)
 
-    def __bool__(self) -> bool:
-        return bool(self._shared)
-
     def num_ranks(self, param: nn.Parameter) -> int:
         """Count the ranks of one pipeline that have a copy."""
         return self._num_ranks.get(param, 1)
@@ -66,13 +68,23 @@ class TiedParameters:
         for p, _ in self._shared:
             p.grad = None
 
+    def put_back(self) -> None:
+        """Give the parameters their gradients of earlier steps back, after a step that raised."""
+        for (p, _), kept in zip(self._shared, self._kept, strict=True):
+            p.grad = kept
+        self._kept = []
+
     @torch.no_grad()
     def sum_gradients(self) -> None:
         """Sum the gradients of each copy over the stages, and add those of earlier steps.
 
-        Without one a copy counts as zero.
+        Without one a copy counts as zero. One that requires no gradient, on all ranks alike, keeps what it had: a
+        gradient of zeros would let an optimizer decay its weights.
         """
         for (p, group), kept in zip(self._shared, self._kept, strict=True):
+            if not p.requires_grad:
+                p.grad = kept
+                continue
             if p.grad is None:  # the others of the group wait for this rank all the same
                 p.grad = torch.zeros_like(p)
             dist.all_reduce(p.grad, group=group)
@@ -84,20 +96,32 @@ class TiedParameters:
 DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")  # Pipeline(data_parallel=), `name` in these functions
 
 
-def check_data_parallel(name: str, schedule: str, kind: Kind, groups: PipelineGroups) -> None:
-    """Raise ValueError for an unknown name and for what would give other gradients."""
+def check_data_parallel(
+    name: str, schedule: str, kind: Kind, stages: Sequence[Stage], groups: PipelineGroups
+) -> None:
+    """Raise ValueError for an unknown name and for what would give other gradients; on all ranks alike."""
     if name not in DATA_PARALLEL:
         raise ValueError(
             f"data_parallel must be one of {', '.join(map(repr, DATA_PARALLEL))}, but got {name!r}"
         )
     if name != "grouped" and dist.get_world_size(groups.ep) > 1:
         raise ValueError(
-            f'data_parallel={name!r} would average experts over ranks that hold different ones: use "grouped"'
+            'data_parallel="none" leaves the mean of gradients to you, and experts need it over other ranks than the '
+            'rest: use "grouped"'
+            if name == "none"
+            else f'data_parallel={name!r} would average experts over ranks that hold different ones: use "grouped"'
         )
     if name == "ddp" and kind.takes_list:
         raise ValueError(
-            f'schedule {schedule!r} runs backward in parts, which DistributedDataParallel does not see: use "grouped" '
-            'or "fsdp"'
+            "data_parallel=\"ddp\" is for one stage a rank and backwards in one piece (schedules 'gpipe' and '1f1b'), "
+            f'not for schedule {schedule!r}: use "grouped" or "fsdp"'
+        )
+    # Also of one rank: fully_shard() makes shards of each stage's parameters, which would be two where one was.
+    holders = Counter(p for stage in stages for p in stage.parameters())
+    if name == "fsdp" and any(count > 1 for count in holders.values()):
+        raise ValueError(
+            'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or untie '
+            "them"
         )
 
 
@@ -133,7 +157,8 @@ def _merge(into: nn.Module, part: nn.Module) -> None:
 
 def num_copies(param: nn.Parameter, wrapped: list[nn.Module], name: str, groups: PipelineGroups) -> int:
     """Count the ranks of one stage whose gradient of a parameter counts as the same one."""
-    # grouped: the ranks over which the parameter's tag is reduced, 1 for "none"; a DTensor's norm is of all its shards
+    # grouped: the ranks over which the parameter's tag is reduced, 1 for the tag "none"; a DTensor's norm is of all its
+    # shards
     for module in wrapped:
         if isinstance(module, DistributedGroupedDataParallel):
             for tag, params in module.tagged.items():

@@ -7,7 +7,8 @@ wrong is done here and in stage.py:
              whole batch, so that unequal microbatches and ranks change nothing
     shapes   it needs equal ones; our stages pad what they send and cut what they get
     gates    it sees one loss, at the last stage; gates' losses of inner stages enter the gradient where they arise
-    values   it cuts the batch itself; ours travels beside it, and the schedule passes on numbers of microbatches
+    values   it cuts the batch itself; here each rank is given the whole batch and cuts it, and the schedule passes on
+             numbers of microbatches
 """
 
 import math
@@ -60,7 +61,8 @@ class Pipeline:
       needs more gets empty ones.
     groups: init_groups(pp, ep) or a DeviceMesh; all ranks in one pipeline if None.
     data_parallel: what reduces gradients over the ranks of a stage: "grouped" (DistributedGroupedDataParallel, the
-      one for expert-parallel layers), "ddp", "fsdp" (FSDP2) or "none".
+      one for expert-parallel layers), "ddp", "fsdp" (FSDP2; stages must share no parameter) or "none": take the mean
+      over groups.data yourself before the optimizer steps.
     balance_weight: how much the sum of all gates' losses counts, each microbatch's by itself. For the loss of the whole
       batch use gates.WholeBatch(pipeline.module), with evaluate() in its first pass and train_step() in its second.
     checkpoint: layers keep no activations and compute them again in backward. device: where this rank computes.
@@ -101,9 +103,9 @@ class Pipeline:
         ranks = dist.get_world_size(groups.pp)
         self._kind: Kind = find_schedule(schedule, ranks, self.num_stages, chunks)
         self.num_microbatches = self._kind.microbatches(chunks, ranks, self.num_stages)
-        check_data_parallel(data_parallel, schedule, self._kind, groups)
-        cut = [len(stage.layers) for stage in stages]
-        check_same("stages, schedule and chunks of Pipeline", (cut, schedule, chunks, data_parallel), None)
+        check_data_parallel(data_parallel, schedule, self._kind, stages, groups)
+        sizes = [len(stage.layers) for stage in stages]
+        check_same("stages, schedule and chunks of Pipeline", (sizes, schedule, chunks, data_parallel), None)
         # The stages of this rank, with memory for their parameters.
         self._places = self._kind.places(ranks, self.num_stages)
         own = [stages[index] for index in self._places[dist.get_rank(groups.pp)]]
@@ -118,11 +120,6 @@ class Pipeline:
             stage.is_checkpointed = checkpoint
         # Gradients over ranks: of parameters that stages share, and of a stage's replicas.
         self._tied = TiedParameters(stages, self._places, groups.pp)
-        if data_parallel == "fsdp" and self._tied:
-            raise ValueError(
-                'data_parallel="fsdp" cuts parameters that stages share into shards of their own: use "grouped", or '
-                "untie them"
-            )
         self._data_parallel = data_parallel if dist.get_world_size(groups.data) > 1 else "none"
         self._wrapped = [wrap(stage, self._data_parallel, groups, self.device) for stage in self.stages]
         self._schedule: Any = None  # torch's, for microbatches of _rows_of_schedule rows
@@ -162,7 +159,6 @@ class Pipeline:
         total = self._total_count(target)
         # Data parallelism takes the mean of gradients, but total counts the targets of all replicas.
         factor = dist.get_world_size(self.groups.data) / max(total, 1)
-        self._tied.set_aside()
         self._spans = [] if trace else None
         began = time.perf_counter()
         self._begin(microbatches, factor)
@@ -178,10 +174,12 @@ class Pipeline:
         indexes = [stage.index for stage in self.stages]
         given = (numbers,) if 0 in indexes else ()
         targets = numbers if self.num_stages - 1 in indexes else None
+        self._tied.set_aside()
         try:
             self._schedule.step(*given, target=targets, return_outputs=False)
             balance_losses = [loss for stage in self.stages for loss in stage.balance_losses]
-        except RuntimeError as error:
+        except BaseException as error:
+            self._tied.put_back()
             check_compiled_blocks(error)
             raise
         finally:
@@ -193,11 +191,15 @@ class Pipeline:
             if isinstance(wrapped, DistributedGroupedDataParallel):
                 wrapped.allreduce_params()
         self._tied.sum_gradients()
-        return self._report(total, balance_losses)
+        loss, self.balance_loss = self._report(total, balance_losses)
+        return loss
 
     @torch.no_grad()
     def evaluate(self, batch: Tensors, target: Any) -> Tensor:
-        """Return the loss of a batch without gradients and in eval mode, as train_step returns it."""
+        """Return the loss of a batch without gradients and in eval mode, as train_step returns it.
+
+        balance_loss stays the one of the last train_step.
+        """
         for wrapped in self._wrapped:
             wrapped.eval()
         # One microbatch after the other; every rank runs its own stages, in their order.
@@ -206,30 +208,35 @@ class Pipeline:
         mine = {pair[0].index: pair for pair in zip(self.stages, self._wrapped, strict=True)}
         owner = {index: rank for rank, indexes in enumerate(self._places) for index in indexes}
         pp, me = self.groups.pp, dist.get_rank(self.groups.pp)
-        for number in range(self.num_microbatches):
-            index = torch.tensor([number], device="cpu")
-            values: tuple[Tensor, ...] = ()
-            for i in sorted(mine):
-                stage, wrapped = mine[i]
-                # from the stage before: received, or what the last turn of this loop left in `values`
-                if i > 0 and owner[i - 1] != me:
-                    examples = stage.inputs.examples(microbatches.most_rows)
-                    values = tuple(torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in examples)
-                    for x in values:
-                        dist.recv(x, group=pp, group_src=owner[i - 1])
-                stage.number = number
-                result = wrapped(*((index,) if i == 0 else values))
-                values = as_tuple(result)
-                if stage.is_last:
-                    self._loss(result, index)
-                elif owner[i + 1] != me:
-                    for x in values:
-                        dist.send(x.contiguous(), group=pp, group_dst=owner[i + 1])
-        for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
-            stage.forget()
-            if isinstance(wrapped, FSDPModule):
-                wrapped.reshard()  # as a backward does: parameters() are the shards again
-        return self._report(self._total_count(target), [])
+        try:
+            for number in range(self.num_microbatches):
+                index = torch.tensor([number], device="cpu")
+                values: tuple[Tensor, ...] = ()
+                for i in sorted(mine):
+                    stage, wrapped = mine[i]
+                    # from the stage before: received, or what the last turn of this loop left in `values`
+                    if i > 0 and owner[i - 1] != me:
+                        examples = stage.inputs.examples(microbatches.most_rows)
+                        values = tuple(
+                            torch.empty(x.shape, dtype=x.dtype, device=self.device) for x in examples
+                        )
+                        for x in values:
+                            dist.recv(x, group=pp, group_src=owner[i - 1])
+                    stage.number = number
+                    result = wrapped(*((index,) if i == 0 else values))
+                    values = as_tuple(result)
+                    if stage.is_last:
+                        self._loss(result, index)
+                    elif owner[i + 1] != me:
+                        for x in values:
+                            dist.send(x.contiguous(), group=pp, group_dst=owner[i + 1])
+        finally:
+            for stage, wrapped in zip(self.stages, self._wrapped, strict=True):
+                stage.forget()
+                if isinstance(wrapped, FSDPModule):
+                    wrapped.reshard()  # as a backward does: parameters() are the shards again
+        loss, _ = self._report(self._total_count(target), [])
+        return loss
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients of the job so that their norm is at most max_norm -> the norm before; all ranks call it.
@@ -313,8 +320,8 @@ class Pipeline:
         sum_over(counted, self.groups.data)
         return float(counted)
 
-    def _report(self, total: float, balance_losses: list[Tensor]) -> Tensor:
-        """Sum the losses over all ranks -> the loss; replicas of a stage count with their mean balance loss."""
+    def _report(self, total: float, balance_losses: list[Tensor]) -> tuple[Tensor, Tensor]:
+        """Sum the losses over all ranks -> the loss, the balance loss; the latter is the mean over a stage's replicas."""
         data_size = dist.get_world_size(self.groups.data)
         balance = torch.zeros_like(self._loss_sum)
         for loss in balance_losses:
@@ -323,8 +330,7 @@ class Pipeline:
         numbers = torch.stack((self._loss_sum / max(total, 1), balance / data_size))
         sum_over(numbers, self.groups.pp)
         sum_over(numbers, self.groups.data)
-        self.balance_loss = numbers[1]
-        return numbers[0]
+        return numbers[0], numbers[1]
 
 
 def _parts(values: Any, sizes: list[int]) -> list[Any]:

@@ -429,7 +429,8 @@ ERRORS = (
     "chunks must be a whole number of at least 1, but got 2.5",
     "balance_weight must be a number of at least 0, but got -1",
     "data_parallel must be one of 'grouped', 'ddp', 'fsdp', 'none', but got 'zero'",
-    "schedule 'interleaved' runs backward in parts, which DistributedDataParallel does not see",
+    "data_parallel=\"ddp\" is for one stage a rank and backwards in one piece (schedules 'gpipe' and '1f1b'), not for "
+    "schedule 'interleaved'",
     "the target must have as many rows as the batch, 10",
     "the tensors of a batch must have equally many rows, but have [10, 3]",
     "the target of a pipeline must be a tensor or a tuple of tensors, but got list",
