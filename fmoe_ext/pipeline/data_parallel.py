@@ -2,8 +2,8 @@
 
 A parameter that stages of different ranks share (an embedding that is also the head) has a copy on each. The copies
 begin equal, and after each step get the sum of their gradients, so that they stay equal. Gradients of earlier steps
-are such sums already: they are set aside meanwhile, or they would be summed again. Stages of one rank share the parameter
-itself, whose gradient autograd sums.
+are such sums already: they are set aside meanwhile, or they would be summed again. Stages of one rank share the
+parameter itself, and autograd sums.
 
 joined() makes one module of the parts of a rank's stages (Pipeline.module, for checkpoints); num_copies() says how
 often clipping would count a gradient.
@@ -113,8 +113,8 @@ def check_data_parallel(
         )
     if name == "ddp" and kind.takes_list:
         raise ValueError(
-            "data_parallel=\"ddp\" is for one stage a rank and backwards in one piece (schedules 'gpipe' and '1f1b'), "
-            f'not for schedule {schedule!r}: use "grouped" or "fsdp"'
+            "data_parallel=\"ddp\" is for one stage a rank and backwards in one piece ('gpipe' and '1f1b'), not for "
+            f'schedule {schedule!r}: use "grouped" or "fsdp"'
         )
     # Also of one rank: fully_shard() makes shards of each stage's parameters, which would be two where one was.
     holders = Counter(p for stage in stages for p in stage.parameters())

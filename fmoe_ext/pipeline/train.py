@@ -164,7 +164,6 @@ class Pipeline:
         self._begin(microbatches, factor)
         # 2. torch's stages have buffers of fixed shapes: another number of rows needs new ones, on all ranks at once.
         if microbatches.most_rows != self._rows_of_schedule:
-            check_same("the number of rows of a batch", (sum(microbatches.rows),), self.groups.pp)
             self._schedule = self._make_schedule(microbatches.most_rows)
             self._rows_of_schedule = microbatches.most_rows
         for timed in self._timed:
@@ -300,7 +299,10 @@ class Pipeline:
         return loss * self._factor
 
     def _cut(self, batch: Tensors, target: Any) -> Microbatches:
-        """Cut a batch into microbatches that differ by one row at most; a schedule that needs more gets empty ones."""
+        """Cut a batch into microbatches that differ by one row at most; a schedule that needs more gets empty ones.
+
+        Raises ValueError on all ranks of the pipeline if their batches have unequal numbers of rows.
+        """
         check_tensors(target, "the target of a pipeline")
         # 10 rows in 4 chunks: 3, 3, 2, 2
         rows = num_rows(batch)
@@ -311,6 +313,13 @@ class Pipeline:
         if any(num_rows(part) != rows for part in as_tuple(batch)):
             found = [num_rows(part) for part in as_tuple(batch)]
             raise ValueError(f"the tensors of a batch must have equally many rows, but have {found}")
+        # With unequal batches ranks would wait for each other, or take padding for rows. Cheap, so asked every step:
+        # (greatest, -least) in one message.
+        if dist.get_world_size(self.groups.pp) > 1:
+            extremes = torch.tensor((rows, -rows), device=self.device)
+            dist.all_reduce(extremes, dist.ReduceOp.MAX, group=self.groups.pp)
+            if extremes.sum() != 0:
+                check_same("the number of rows of a batch", (rows,), self.groups.pp)
         batch = map_tensors(lambda x: x.to(self.device), batch)
         target = map_tensors(lambda x: x.to(self.device), target)
         return Microbatches(_parts(batch, sizes), _parts(target, sizes), sizes, self.balance_weight)
@@ -321,7 +330,7 @@ class Pipeline:
         return float(counted)
 
     def _report(self, total: float, balance_losses: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Sum the losses over all ranks -> the loss, the balance loss; the latter is the mean over a stage's replicas."""
+        """Sum over all ranks -> the loss, the balance loss; replicas of a stage count with their mean balance loss."""
         data_size = dist.get_world_size(self.groups.data)
         balance = torch.zeros_like(self._loss_sum)
         for loss in balance_losses:

@@ -429,7 +429,7 @@ ERRORS = (
     "chunks must be a whole number of at least 1, but got 2.5",
     "balance_weight must be a number of at least 0, but got -1",
     "data_parallel must be one of 'grouped', 'ddp', 'fsdp', 'none', but got 'zero'",
-    "data_parallel=\"ddp\" is for one stage a rank and backwards in one piece (schedules 'gpipe' and '1f1b'), not for "
+    "data_parallel=\"ddp\" is for one stage a rank and backwards in one piece ('gpipe' and '1f1b'), not for "
     "schedule 'interleaved'",
     "the target must have as many rows as the batch, 10",
     "the tensors of a batch must have equally many rows, but have [10, 3]",

@@ -194,3 +194,25 @@ def evaluate_between_steps():
 def test_evaluation_leaves_the_balance_loss(pool):
     """Also one that raises: its gates' losses are not those of the next step."""
     pool.run(evaluate_between_steps, world_size=1)
+
+
+def unequal_batches():
+    pipeline = tied_pipeline("1f1b")
+
+    def rows(number):
+        x = torch.linspace(-1, 1, 3 * number, dtype=torch.float64).view(number, 3)
+        return x, x.cos()
+
+    expected = pipeline.train_step(*rows(8))
+    for mine in ((7, 8), (12, 8)):
+        for call in (pipeline.train_step, pipeline.evaluate):
+            with pytest.raises(
+                ValueError, match=r"the number of rows of a batch must be the same on ranks \[0, 1\]"
+            ):
+                call(*rows(mine[dist.get_rank()]))
+    assert pipeline.train_step(*rows(8)) == expected
+
+
+def test_unequal_batches_of_one_pipeline_are_refused(pool):
+    """After a step, also where the greatest microbatches are equal: 7 and 8 rows in 4 chunks."""
+    pool.run(unequal_batches, world_size=2)
