@@ -240,7 +240,8 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients of the job so that their norm is at most max_norm -> the norm before; all ranks call it.
 
-        Each parameter counts once, on however many ranks and stages it has copies.
+        Each parameter counts once, on however many ranks and stages it has copies; with data_parallel="none" once for
+        each replica.
         Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
         """
         # of each gradient, on how many ranks it is: those of stages that share it times the replicas of a stage
