@@ -7,7 +7,8 @@ experts ("facts"):
     {"gate": "SoftmaxGate", "top_k": 2, "normalize": True, "activation": "swiglu"}
 
 save() keeps them in the manifest and load() compares (check_routing). For Hugging Face's models config.json says them:
-check_config() compares on loading, check_writable() and facts_of_layers() before writing.
+check_config() compares on loading, check_writable() and facts_of_layers() before writing. For a folder that is
+converted routing_of_config() makes the facts, and needed_config() says what the config.json of the result must have.
 """
 
 from collections.abc import Iterable, Mapping
@@ -45,13 +46,14 @@ _METHODS = ("forward", "_run", "_choose", "_call_gate", "expert_fn")
 # Attributes of gates that change what they compute
 OPTIONS = (
     *("top_k", "normalize", "scale", "num_groups", "topk_groups", "group_best", "capacity_factor"),
-    *("norm_eps", "biased", "rms_eps"),
+    *("norm_eps", "biased", "rms_eps", "score", "capacity", "drop_policy", "max_experts"),
 )
 # What a gate computes unless its family says something else, in config or fixed
 _USUAL = MappingProxyType(
     {
         **{"scale": 1, "num_groups": 1, "topk_groups": 1, "capacity_factor": None},
         **{"norm_eps": 0, "biased": "scores"},
+        "score": "sqrtsoftplus",  # of HashGate: of the other gates that families have the class says it
     }
 )
 # {fact: its key in config.json} for models of no known family
@@ -82,7 +84,16 @@ def routing_of(layer: FMoE) -> dict[str, Any]:
     """Return the facts of a layer: "gate" (its class), those of OPTIONS that it has, "activation" of the experts."""
     gate: nn.Module = layer.gate
     options = {name: getattr(gate, name) for name in OPTIONS if hasattr(gate, name)}
-    plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float, str))}
+    if "score" not in vars(gate):
+        options.pop("score", None)  # the class has it, which "gate" says
+    if options.get("capacity_factor") is None:
+        options.pop("drop_policy", None)  # nothing is dropped
+    capacity = options.get("capacity")
+    if isinstance(capacity, tuple | list) and all(isinstance(factor, int | float) for factor in capacity):
+        options["capacity"] = list(capacity)  # as JSON gives it back
+    elif capacity is not None:
+        del options["capacity"]  # of a user's gate, which may note its last batch's there; ours are pairs
+    plain = {k: v for k, v in options.items() if v is None or isinstance(v, (bool, int, float, str, list))}
     return {"gate": type(gate).__name__, **plain, **_activation_of(layer.experts)}
 
 
@@ -145,6 +156,7 @@ def _facts(layer: Any) -> dict[str, Any]:
         routing.pop("group_best", None)  # means nothing without groups
     if routing.get("biased") == _USUAL["biased"]:
         del routing["biased"]  # which a gate with a table lacks
+    routing.pop("score", None)  # which only a gate with a table has; check_writable() has compared it
     return {
         "num_experts": layer.num_experts,
         "d_hidden": layer.experts.h4toh.weight.shape[2],
@@ -158,8 +170,12 @@ def _facts(layer: Any) -> dict[str, Any]:
 def _check_computes(name: str, layer: FMoE, family: Family) -> None:
     """Raise CheckpointError if a layer computes what a format's tensors and configuration cannot say."""
     where = name or "(root)"
-    # A subclass, and experts of another class, may compute anything
-    if not isinstance(layer, FMoETransformerMLP) or type(layer.experts) is not FusedExperts:
+    # Another class of layers or of experts may compute anything
+    if not isinstance(layer, FMoETransformerMLP):
+        raise CheckpointError(
+            f"{where} is a {type(layer).__name__}, which no format has a place for: build an FMoETransformerMLP"
+        )
+    if type(layer.experts) is not FusedExperts:
         raise CheckpointError(
             f"{where} has experts of its own ({type(layer.experts).__name__}), no format has a place for "
             "them: FMoETransformerMLP's are two-layer MLPs"
@@ -272,7 +288,10 @@ def activation_of_config(family: Family, said: Mapping[str, Any]) -> str:
 
 
 def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) -> None:
-    """Raise CheckpointError if a model's gates or experts compute something else than config.json says."""
+    """Raise CheckpointError if an option that both a layer and config.json have differs, or the activation.
+
+    Classes of gates are compared for families alone whose config.json names them (Family.read).
+    """
     family, said = _family_and_values(config)
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
@@ -299,8 +318,12 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
                 says = f"config.json of the model says {keys[option]}={value}"
             whose = f"the gate of {where}"
             build = f"the gate with functools.partial({options['gate']}, {option}={value})"
-            if option == "top_k":
-                whose, build = f"layer {where}", f"the layer with top_k={value}"
+            if option == "gate":  # Family.read made it from config.json
+                says = f"by config.json of the model it has gate={value}"
+            if option in ("gate", "top_k"):
+                whose, build = f"layer {where}", f"the layer with {option}={value}"
+            elif option in _activation_of(layer.experts):
+                whose, build = f"the activation of {where}", "the layer with that activation"
             raise CheckpointError(
                 f"{whose} has {option}={options[option]}, but {says}: the outputs would differ. Build {build}, or "
                 "change config.json"

@@ -7,18 +7,29 @@ import re
 import shutil
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import nn
 from transformers import CONFIG_MAPPING
 
-from fmoe_ext import ExpertChoiceGate, FMoETransformerMLP, SoftmaxGate, checkpoint
+from fmoe_ext import ExpertChoiceGate, FMoE, FMoETransformerMLP, SigmoidGate, SoftmaxGate, checkpoint
 from fmoe_ext.checkpoint.cli import main
 from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.routing import check_config, needed_config, routing_of_config
+from fmoe_ext.checkpoint.routing import (
+    check_config,
+    check_writable,
+    facts_of_layers,
+    needed_config,
+    routing_of,
+    routing_of_config,
+)
+from fmoe_ext.experts import ClampedSwiGLU, GatedActivation
+from fmoe_ext.gates import HashGate
 
 D, H, E = 6, 5, 4
 
@@ -287,6 +298,62 @@ def test_config_of_a_huggingface_folder(tmp_path, config, options, text):
     with pytest.raises(checkpoint.CheckpointError, match=text):
         checkpoint.load(tmp_path, target)
     assert all(torch.equal(value, before[key]) for key, value in target.state_dict().items())
+
+
+CLAMPED = FMoETransformerMLP(E, D, H, activation=ClampedSwiGLU(limit=5.0), bias=False, gate="softmax")
+SIGMOID = FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=SigmoidGate)
+
+
+@pytest.mark.parametrize(
+    ("config", "layer", "text"),
+    [
+        (
+            {"model_type": "gpt_oss", "swiglu_limit": 7.0},
+            CLAMPED,
+            "the activation of mlp has swiglu_limit=5.0, but config.json of the model says swiglu_limit=7.0: the "
+            "outputs would differ. Build the layer with that activation, or change config.json",
+        ),
+        (
+            {"model_type": "cohere2_moe", "expert_selection_fn": "softmax"},
+            SIGMOID,
+            "layer mlp has gate=SigmoidGate, but by config.json of the model it has gate=SoftmaxGate: the outputs "
+            "would differ. Build the layer with gate=SoftmaxGate, or change config.json",
+        ),
+        (
+            {"model_type": "deepseek_v3", "routed_scaling_factor": 2.5},
+            SIGMOID,
+            "the gate of mlp has scale=1.0, but config.json of the model says routed_scaling_factor=2.5: the outputs "
+            "would differ. Build the gate with functools.partial(SigmoidGate, scale=2.5), or change config.json",
+        ),
+    ],
+)
+def test_what_differs_from_config_is_named_with_its_cure(config, layer, text):
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        check_config(config, [("mlp", layer)])
+    assert str(error.value) == text
+
+
+def test_layer_of_another_class_is_refused_by_its_class():
+    layer = FMoE(E, D, gate=SoftmaxGate, expert=lambda d: nn.Linear(d, d))
+    layer.experts = CLAMPED.experts
+    with pytest.raises(checkpoint.CheckpointError) as error:
+        facts_of_layers(SimpleNamespace(layers={"layers.0.mlp": layer}), FAMILIES["mixtral"])
+    assert str(error.value) == (
+        "layers.0.mlp is a FMoE, which no format has a place for: build an FMoETransformerMLP"
+    )
+
+
+@pytest.mark.parametrize("score", ["sqrtsoftplus", "softmax"])
+def test_scores_of_a_table_are_those_of_the_format(score):
+    """DeepSeek-V4's: its files say nothing about them."""
+    gate = functools.partial(HashGate, vocab_size=9, score=score, gate_bias=False)
+    layer = FMoETransformerMLP(E, D, H, activation=GatedActivation(F.silu, limit=7.0), bias=False, gate=gate)
+    facts = {"mlp": routing_of(layer)}
+    if score == "sqrtsoftplus":
+        check_writable(facts, "mlp.", "deepseek_v4")
+        return
+    with pytest.raises(checkpoint.CheckpointError, match="mlp has score=softmax, expected sqrtsoftplus"):
+        check_writable(facts, "mlp.", "deepseek_v4")
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoE, FMoETransformerMLP, SigmoidGate, checkpoint
-from fmoe_ext.checkpoint import CheckpointError, store
+from fmoe_ext.checkpoint import CheckpointError, routing, store
+from fmoe_ext.gates import ExpertChoiceGate, HashGate, SwitchGate
 from tests.forked import run_python
 
 D, H, E = 6, 5, 4
@@ -412,6 +413,35 @@ OTHER_NUMBERS = {
         dict(gate=functools.partial(SigmoidGate, scale=2.0)),
         "scale=2.0, but {} was saved with scale=1.0",
     ),
+    "score": (
+        dict(gate=functools.partial(HashGate, vocab_size=9, score="sigmoid")),
+        "score=sigmoid, but {} was saved with score=softmax",
+    ),
+    "capacity": (
+        dict(gate=functools.partial(SwitchGate, capacity=(1.2, 3)), top_k=1),
+        "capacity=[1.2, 3], but {} was saved with capacity=[1.2, 2.4]",
+    ),
+    "no capacity": (
+        dict(gate=functools.partial(SwitchGate, capacity=None), top_k=1),
+        "capacity=None, but {} was saved with capacity=[1.2, 2.4]",
+    ),
+    "drop_policy": (
+        dict(gate=functools.partial(SigmoidGate, capacity_factor=1.0, drop_policy="score")),
+        "drop_policy=score, but {} was saved with drop_policy=position",
+    ),
+    "max_experts": (
+        dict(gate=functools.partial(ExpertChoiceGate, max_experts=1)),
+        "max_experts=1, but {} was saved with max_experts=2",
+    ),
+}
+# {option: what was saved}, where it is not of_options()
+SAVED = {
+    "gate": dict(gate="softmax"),
+    "score": dict(gate=functools.partial(HashGate, vocab_size=9, score="softmax")),
+    "capacity": dict(gate=SwitchGate, top_k=1),
+    "no capacity": dict(gate=SwitchGate, top_k=1),
+    "drop_policy": dict(gate=functools.partial(SigmoidGate, capacity_factor=1.0)),
+    "max_experts": dict(gate=functools.partial(ExpertChoiceGate, max_experts=2)),
 }
 
 
@@ -420,7 +450,7 @@ OTHER_NUMBERS = {
 def test_layer_with_other_options_is_refused(tmp_path, option, target):
     options, text = OTHER_NUMBERS[option]
     path = tmp_path / "model.safetensors"
-    saved = dict(gate="softmax") if option == "gate" else {}
+    saved = SAVED.get(option, {})
     model, other = of_options(**saved), of_options(**options)
     assert other.state_dict().keys() == model.state_dict().keys()
     if target == "folder":
@@ -436,6 +466,30 @@ def test_layer_with_other_options_is_refused(tmp_path, option, target):
     same = of_options(**saved)
     checkpoint.load(path, same)
     assert equal(same, model)
+
+
+@pytest.mark.parametrize("option", ["score", "capacity", "drop_policy", "max_experts"])
+def test_checkpoint_from_before_an_option_was_saved_is_loaded(tmp_path, option, monkeypatch):
+    """It says nothing about the option, which is then not compared."""
+    model, other = of_options(**SAVED[option]), of_options(**OTHER_NUMBERS[option][0])
+    with monkeypatch.context() as older:
+        older.setattr(routing, "OPTIONS", tuple(name for name in routing.OPTIONS if name != option))
+        checkpoint.save(tmp_path, model)
+    checkpoint.load(tmp_path, other)
+    assert equal(other, model)
+
+
+def test_facts_of_usual_gates_are_those_of_before():
+    """Score of the class, and a policy without a capacity, change nothing and are not saved."""
+    expected = {"gate": "SigmoidGate", "top_k": 2, "normalize": True, "scale": 1.0, "num_groups": 1}
+    expected |= {"topk_groups": 1, "group_best": 2, "capacity_factor": None, "norm_eps": 0.0}
+    expected |= {"biased": "scores", "activation": "swiglu"}
+    assert routing.routing_of(of_options()) == expected
+    other = of_options(gate=functools.partial(SigmoidGate, drop_policy="score"))
+    assert routing.routing_of(other) == expected
+    of_a_user = of_options()
+    of_a_user.gate.capacity = 24  # of its last batch
+    assert routing.routing_of(of_a_user) == expected
 
 
 @pytest.mark.parametrize(
