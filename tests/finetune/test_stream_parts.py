@@ -1,9 +1,12 @@
 """Layers that do not fit twice into the buffers are computed in parts, with the bits of the resident model."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 import fmoe_ext
+from fmoe_ext.finetune.streaming.pool import plan_buffers
 from tests.finetune.streamed_models import (
     bytes_of_adapters,
     checkpoint_layers,
@@ -169,3 +172,28 @@ def test_memory_for_too_few_experts_is_refused(tmp_path):
     folder = save(tmp_path, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"\(4 experts\)"):
         streamed(folder, 0.3)
+
+
+@pytest.mark.parametrize(
+    "num_experts, memory, expected",
+    [
+        (3, 4, (1, 4)),  # experts' bytes: more than the layer of 3 has
+        (3, 5, (1, 4)),  # not 5: no more than the least
+        (3, 6, (0, 2)),
+        (2, 4, (0, 2)),
+        (8, 15, (2, 4)),
+        (8, 4, (1, 4)),
+    ],
+)
+def test_buffers_of_few_experts(num_experts, memory, expected):
+    expert = 1 << 20
+    layers = [SimpleNamespace(num_experts=num_experts, num_bytes=lambda count: count * expert)] * 2
+    assert plan_buffers(layers, memory * expert) == expected
+    with pytest.raises(ValueError, match="3,145,728 bytes do not hold 4 experts"):
+        plan_buffers(layers, 3 * expert)
+
+
+def test_layers_of_three_experts_in_parts_equal_the_resident_model(tmp_path):
+    folder = save(tmp_path, "MixtralForCausalLM", torch.float64, num_hidden_layers=2, num_local_experts=3)
+    gradients = assert_same_step(with_adapters(resident(folder)), cut(folder, 1.5))
+    assert gradients

@@ -13,8 +13,9 @@ The memory is used in one of two ways at a time:
 
 slots   For many tokens: a slot holds a part. The next parts are read while this one computes, each over the one whose
         next use is furthest (Belady's rule: no other choice needs fewer reads).
-caches  For few tokens without gradients: each layer has a region with slots for single experts. Which ones a token
-        chooses is not known beforehand, so the least recently used gives its slot up.
+caches  For few tokens in eval() without gradients, unless every layer has a slot: each layer has a region with slots
+        for single experts. Which ones a token chooses is not known beforehand, so the least recently used gives its
+        slot up.
 
 A use of a slot is a *lease*, which ends when the last tensor over its memory is gone. Threads share the buffers: while
 another thread has a lease of a slot, the slot is not read over, freed or resized. A read waits for a free slot; a new
@@ -117,8 +118,9 @@ def plan_buffers(layers: Sequence[Layer], num_bytes: int) -> tuple[int, int]:
     # two whole layers: one computes while the next is read
     if num_bytes >= whole * min(2, len(layers)):
         return 0, min(num_bytes // whole, len(layers))
-    # parts together take the memory of one layer at most: more hides no more reads, and activations need the rest
-    num_bytes = min(num_bytes, whole)
+    # parts together take the memory of one layer at most: more hides no more reads, and activations need the rest.
+    # A layer of fewer than PARTS experts is smaller than the least that parts need.
+    num_bytes = min(num_bytes, max(whole, PARTS * bytes_of_experts(layers, 1)))
     size = max(layer.num_experts for layer in layers)
     while size and num_bytes // bytes_of_experts(layers, size) < PARTS:
         size -= 1
@@ -146,7 +148,7 @@ class Statistics:
     misses: int = 0
     tokens: int = 0  # in calls that read chosen experts
     read_seconds: float = 0.0
-    waited_seconds: float = 0.0  # in which the computation had to wait for reads
+    waited_seconds: float = 0.0  # in which the computation had to wait for the read of a part that it uses
     buffer_bytes: int = 0  # most memory that buffers had
 
     @property
@@ -189,7 +191,7 @@ class _Cache:
         self.weights = layer.weights(buffer, num_slots)
         # [E + 1]: slot of each expert, -1 for none; the entry at the end is what a dropped choice, -1, finds
         self.place = torch.full((layer.num_experts + 1,), -1, device="cpu")
-        # [slots]: expert in each slot, 0 for empty ones
+        # [slots]: expert in each slot, or the last that was there; 0 before the first
         self.order = torch.zeros(num_slots, dtype=torch.int64, device="cpu")
         self._slots: OrderedDict[int, int] = OrderedDict()  # {expert: slot}, least recently used first
         self._free = list(range(num_slots))
