@@ -34,8 +34,8 @@ def add_balance_loss(model: Any, weight: float = 0.01) -> BalanceLoss:
     """Add weight * gates.total_loss(model) to the training loss -> a handle to remove().
 
     model: one of
-      a model whose forward returns a loss (output.loss, output["loss"] or the first of a tuple, as Transformers'
-      models do): added to that loss, in train() only;
+      a model whose forward returns a loss (output.loss, output["loss"], the first of a tuple, as Transformers'
+      models do, or the loss itself): added to that loss, in train() only;
       a LightningModule: added to what training_step returns;
       a Trainer of Transformers or TRL: added to what compute_loss returns in training, whatever computes that loss.
     Under accumulation the loss of each microbatch counts as the model's own does: by its share of num_items_in_batch
@@ -96,7 +96,7 @@ def _in_copy(model: nn.Module) -> Iterator[BalanceLoss]:
 
 def check_weight(weight: float, name: str = "the weight of the balance loss") -> None:
     """Raise ValueError unless it is a finite number of at least 0."""
-    if not isinstance(weight, Real) or not 0 <= weight < float("inf"):
+    if not isinstance(weight, Real) or isinstance(weight, bool) or not 0 <= weight < float("inf"):
         raise ValueError(f"{name} must be a number of at least 0, but got {weight!r}")
 
 
@@ -116,7 +116,7 @@ class BalanceLoss:
             own, before = model.training_step, vars(model).get("training_step")
             step = functools.partial(_training_step, model, self, before)
             model.training_step = functools.update_wrapper(step, own)
-            self._remove = functools.partial(_restore_step, model, before)
+            self._remove = functools.partial(_restore, model, "training_step", before)
         else:
             self._remove = model.register_forward_hook(_AfterForward(self), with_kwargs=True).remove
 
@@ -198,10 +198,11 @@ def _training_step(module: Any, balance: BalanceLoss, own: Any, *args: Any, **kw
     return _with_balance(output, _own_loss(output, module), balance, module, 1.0)
 
 
-def _restore_step(module: Any, before: Any) -> None:
-    del module.training_step
+def _restore(owner: Any, method: str, before: Any) -> None:
+    """Give an object its method of before: one that was set on the instance, or None for the class's."""
+    delattr(owner, method)
     if before is not None:
-        module.training_step = before
+        setattr(owner, method, before)
 
 
 def _is_trainer(model: Any) -> bool:
@@ -211,7 +212,7 @@ def _is_trainer(model: Any) -> bool:
 
 def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
     """Wrap trainer.compute_loss, which may call the model several times; forwards without a gradient do not count."""
-    own = trainer.compute_loss
+    own, before = trainer.compute_loss, vars(trainer).get("compute_loss")
     parameters = inspect.signature(own)
     losses: list[torch.Tensor | float] = []  # of the forwards of one compute_loss()
 
@@ -237,7 +238,7 @@ def _to_trainer(trainer: Any, balance: BalanceLoss) -> Callable[[], None]:
 
     def remove() -> None:
         hook.remove()
-        del trainer.compute_loss
+        _restore(trainer, "compute_loss", before)
 
     return remove
 
@@ -268,7 +269,8 @@ def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
     """Find the loss in what a forward or a training step returned; ValueError without one."""
     own_loss: torch.Tensor | None = None
     if isinstance(output, torch.Tensor):
-        own_loss = output
+        # logits have more dimensions; a loss may be [1]
+        own_loss = output if output.dim() <= 1 and output.numel() == 1 else None
     elif isinstance(output, Mapping):
         own_loss = output.get("loss")
     elif isinstance(output, tuple) and output:
@@ -286,11 +288,13 @@ def _own_loss(output: Any, model: nn.Module) -> torch.Tensor:
 def _with_balance(
     output: Any, own_loss: torch.Tensor, balance: BalanceLoss, model: nn.Module, share: torch.Tensor | float
 ) -> Any:
-    """Add the gates' losses of the forward that made it to an output."""
+    """Add to an output the gates' losses of the forward that made it."""
     loss = balance.add(own_loss, total_loss(model), share)
     if isinstance(output, torch.Tensor):
         return loss
     if isinstance(output, tuple):
+        if hasattr(output, "_fields"):  # a NamedTuple
+            return output._replace(**{output._fields[0]: loss})
         return (loss, *output[1:])
     output["loss"] = loss
     return output

@@ -5,12 +5,13 @@ import json
 import pickle
 from itertools import pairwise
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
 from torch import nn
 
-from fmoe_ext import fmoefy, huggingface
+from fmoe_ext import FMoETransformerMLP, fmoefy, huggingface
 from fmoe_ext.gates import SigmoidGate, SoftmaxGate, total_loss
 
 transformers = pytest.importorskip("transformers")
@@ -248,7 +249,71 @@ def test_without_a_loss_or_gates():
         huggingface.add_balance_loss(nn.Linear(2, 2))
 
 
-@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf"), "0.01", None])
+def test_trainer_keeps_a_compute_loss_of_the_user(tmp_path):
+    model = make_model()
+    arguments = transformers.TrainingArguments(output_dir=str(tmp_path), report_to=[], use_cpu=True)
+    trainer = transformers.Trainer(model, arguments)
+
+    def twice(model, inputs, return_outputs=False, num_items_in_batch=None):
+        return 2 * model(**inputs).loss
+
+    trainer.compute_loss = twice
+    batch = {key: value[None] for key, value in make_examples()[0].items()}
+    expected = trainer.compute_loss(model, batch).detach()
+    total_loss(model)  # or the next forward warns that nobody has read it
+    added = huggingface.add_balance_loss(trainer, WEIGHT)
+    with_balance = trainer.compute_loss(model, batch)
+    assert with_balance > expected + 0.5 * WEIGHT
+    added.remove()
+    assert trainer.compute_loss is twice
+    torch.testing.assert_close(trainer.compute_loss(model, batch), expected, rtol=0, atol=0)
+
+
+class Output(NamedTuple):
+    loss: torch.Tensor
+    rows: torch.Tensor
+
+
+class Returns(nn.Module):
+    """Apply a function to the rows of a layer."""
+
+    def __init__(self, function):
+        super().__init__()
+        torch.manual_seed(0)
+        self.mlp, self.function = FMoETransformerMLP(4, 6, 5, gate=SoftmaxGate), function
+
+    def forward(self, x):
+        return self.function(self.mlp(x))
+
+
+def test_loss_is_added_to_a_tensor_only_if_it_is_a_loss():
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    model = Returns(lambda rows: rows.square().mean())
+    expected = model(x) + WEIGHT * total_loss(model)
+    huggingface.add_balance_loss(model, WEIGHT)
+    torch.testing.assert_close(model(x), expected)
+    model.function = lambda rows: rows.square().mean().reshape(1)
+    torch.testing.assert_close(model(x), expected.reshape(1))
+    model.function = lambda rows: rows  # logits
+    with pytest.raises(ValueError, match="Returns returned no loss"):
+        model(x)
+    with pytest.raises(ValueError, match="Returns returned no loss"):
+        model(x[:1])
+
+
+def test_named_tuple_keeps_its_names():
+    x = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
+    model = Returns(lambda rows: Output(rows.square().mean(), rows))
+    plain = model(x)
+    expected = plain.loss + WEIGHT * total_loss(model)
+    huggingface.add_balance_loss(model, WEIGHT)
+    output = model(x)
+    assert type(output) is Output
+    torch.testing.assert_close(output.loss, expected)
+    torch.testing.assert_close(output.rows, plain.rows, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weight", [-0.1, float("nan"), float("inf"), "0.01", None, True])
 def test_weights_that_are_none(weight):
     with pytest.raises(ValueError, match="weight of the balance loss must be a number of at least 0"):
         huggingface.add_balance_loss(make_model(), weight)
