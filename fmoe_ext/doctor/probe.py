@@ -1,4 +1,4 @@
-"""Measure from outside what each expert adds to each token of one layer; routing.py judges what is found.
+"""Measure from outside what each expert adds to each token of one layer, for the checks of the other modules here.
 
 A MoE layer returns  y[t] = sum over e of w[t, e] f_e(x[t]).  To see the weights w without reading the layer's code,
 give all experts the same values, so that they are one function f. Then move the values of expert e alone a little:
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, TypeAlias
@@ -32,6 +33,7 @@ _MOVE = 1e-2  # relative move of an expert's values: the output is linear in it 
 NEAR = 0.1  # added to a score: moves weights, and few choices
 _MOST_MEASURED = 16  # experts that are all measured, each in a run of its own
 _MANY = 8  # experts that are measured where there are more, those that were chosen most often
+_RATE = re.compile("dropout|pdrop|drop_?(path|rate|prob)", re.IGNORECASE)  # names of what drops at random
 _ZERO = 1e-12  # relative to the largest move; smaller ones are rounding: an unused expert moves nothing
 
 
@@ -94,9 +96,14 @@ class Probe:
             self.measured = counts.topk(_MANY).indices.sort().values.tolist()
         # 5. of shards it is not known which row is which expert: find it by who computed the tokens that chose a number
         if layer.shards and not layer.order:
-            if self.choices is None or len(self.measured) < layer.num_experts:
+            if self.choices is None:
                 self.cannot = (
                     "its experts are in several parts, and which expert a choice means is not visible"
+                )
+                return
+            if len(self.measured) < layer.num_experts:
+                self.cannot = (
+                    f"its experts are in several parts, and only {_MANY} of {layer.num_experts} are measured"
                 )
                 return
             used = active(self.parts()).double()  # [T, places]
@@ -265,11 +272,12 @@ class Probe:
         args, kwargs = copy.deepcopy(self._inputs)
         for value in (*args, *kwargs.values()):
             if isinstance(value, torch.Tensor) and value.is_floating_point() and value.ndim > 1:
-                rows = value.view(-1, value.shape[-1])
+                rows = value.reshape(-1, value.shape[-1])  # a copy, where the model gave a transposed input
                 if len(rows) != len(self.rows):
                     return None
                 noise = drawn_numbers(rows.shape[-1:], row if isinstance(row, int) else 0)
                 rows[row] += amount * noise.to(rows)
+                value.copy_(rows.reshape(value.shape))
                 return args, kwargs
         return None
 
@@ -285,7 +293,9 @@ def probe_of(case: Case, layer: Layer) -> Probe:
 def declared_capacity(layer: Layer) -> bool:
     """Return True if an option of the layer is named for a capacity or for drops, and is not off."""
     return any(
-        any(word in name.lower() for word in ("capacity", "drop")) and "dropout" not in name
+        # a float beside "drop" is the rate of a dropout: attn_pdrop, hidden_drop
+        "capacity" in name.lower()
+        or ("drop" in name.lower() and not _RATE.search(name) and not isinstance(value, float))
         for name, value in options_of(layer).items()
         if not isinstance(value, str | None) and not (isinstance(value, int | float) and value == 0)
     )

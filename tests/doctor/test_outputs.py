@@ -1,19 +1,21 @@
 """The doctor measures outputs, choices and weights, whatever the code of a layer."""
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 from fmoe_ext import doctor
 from fmoe_ext.audit.cases import AuditError
+from fmoe_ext.doctor import probe as probe_module
 from fmoe_ext.doctor.case import Case
-from fmoe_ext.doctor.probe import Probe
+from fmoe_ext.doctor.probe import Probe, declared_capacity
 from fmoe_ext.doctor.structure import layers_of
 from tests.doctor.held_out_by_a_stranger import TWINS, dense_with_a_head_of_as_many_classes
 from tests.doctor.museum import subject
 from tests.doctor.museum_outputs import HEALTHY, MISTAKES
-from tests.doctor.plain import EXPERTS
+from tests.doctor.plain import EXPERTS, D, Model
 from tests.sweeps import rest_is_long
 
 # The others are long: a check of a model takes most of a second.
@@ -73,6 +75,55 @@ def test_probe_measures_the_weights_of_the_router():
     expected = weights * chosen / (weights * chosen).sum(-1, keepdim=True)
     assert probe.scores.shape == (48, EXPERTS)
     torch.testing.assert_close(share, expected, rtol=0, atol=1e-6)
+
+
+class Transposed(Model):
+    """Gives its layers [S, B, D], as sequence parallelism does, without a copy."""
+
+    def forward(self, tokens, valid=None):
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = x + block(x.transpose(0, 1), valid.t()).transpose(0, 1)
+        return self.head(x)
+
+
+def test_input_that_is_transposed_is_moved_row_by_row():
+    case = Case(replace(subject(model=Transposed), padded=None))
+    probe = Probe(case, case.layers[0])
+    (as_it_was, *_), _ = probe.with_input(0, amount=0.0)
+    assert as_it_was.shape == (6, 8, D) and not as_it_was.is_contiguous()
+    (moved, *_), _ = probe.with_input(9)
+    rows = (moved - as_it_was).abs().amax(-1)  # row 9 of [6, 8] is [1, 1]
+    assert rows[1, 1] > 0.1 and rows.count_nonzero() == 1
+    report = doctor.check(subject(model=Transposed))
+    own_row = [(f.module, f.verdict) for f in report.findings if "token's input moves its own" in f.numbers]
+    assert own_row == [("blocks.0", "ok"), ("blocks.1", "ok")], str(report)
+
+
+def test_shards_of_too_many_experts_to_measure_are_named(monkeypatch):
+    """Their choices are visible."""
+    monkeypatch.setattr(probe_module, "_MOST_MEASURED", 7)
+    monkeypatch.setattr(probe_module, "_MANY", 2)
+    case = Case(replace(TWINS["ids_of_other_shards_become_the_first_expert"][1](False), padded=None))
+    probe = Probe(case, case.layers[0])
+    assert probe.choices is not None
+    assert probe.cannot == "its experts are in several parts, and only 2 of 8 are measured"
+
+
+@pytest.mark.parametrize(
+    "options, declared",
+    [
+        (dict(attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1), False),  # GPT-2's
+        (dict(drop_path_rate=[0.0, 0.1], hidden_drop=0.1, Dropout=1), False),
+        (dict(drop_tokens=True), True),
+        (dict(drop_tokens=False, capacity_factor=None), False),
+        (dict(moe_capacity=1.25), True),
+    ],
+)
+def test_rates_of_dropout_are_no_capacity(options, declared):
+    (layer,) = layers_of(Model())[:1]
+    layer.module.config = SimpleNamespace(**options)
+    assert declared_capacity(layer) == declared
 
 
 def test_shards_in_two_lists_are_one_bank_of_experts():
