@@ -4,9 +4,12 @@ discovery.py signs them, and every node checks them as they come in (messages.py
 endpoint until then", signed with ed25519. It lies under the key of its uid, and under the key of each prefix of the
 uid, which is how beam search finds it.
     sequence  orders the records of one owner for a uid: the greatest counts, so an old copy cannot come back
-    fence     when the owner claimed the uid: of two owners with equally many votes the older claim wins
+    fence     when the owner claimed the uid: discovery.py elects one owner among the nodes nearest to the key, by how
+              many of them have its record, and among equals by the older claim
     expires   ends the record, by the network's time (clock.py); an owner that keeps a uid signs anew before that
-The signed bytes themselves are sent, and not the fields, because two programs may write the same JSON differently.
+The signed bytes themselves are sent, and not the fields, because two programs may write the same JSON differently. They
+are printable ASCII: an answer holds them as text of its own JSON, and other characters would take six bytes or twelve
+each there, so that a stranger's records could make an answer about a prefix larger than any node may send.
 
 A small value for programs (DHT.store) is a record too. Its metadata hold the value, and its uid follows from the key
 and 31 bits of the owner, so that only an owner who searched for a key with these bits can take another one's place.
@@ -31,7 +34,7 @@ from fmoe_ext.remote.discovery import MAX_COORDINATE, MAX_UID_LENGTH, check_uid,
 from fmoe_ext.remote.security import check_private, lock_file
 
 ID_BITS = 256  # of nodes' ids and of keys: SHA-256
-MAX_RECORD_BYTES = 2048  # of the signed JSON
+MAX_RECORD_BYTES = 2048  # of the signed JSON, which is ASCII
 MAX_TTL = 3600.0  # seconds that a record may live
 MAX_SKEW = 60.0  # seconds that two nodes' ideas of the network's time may differ
 MAX_METADATA, MAX_METADATA_TEXT = 16, 256  # entries; characters of a key or a value
@@ -146,16 +149,15 @@ class Identity:
 @functools.lru_cache(_VERIFIED)
 def read_record(payload: str, signature: str) -> SignedRecord:
     """Return the record in a payload from anywhere; BadRecord if a field is out of bounds or it is not signed."""
-    # 1. JSON with these fields
+    # 1. JSON with these fields; half of a pair of surrogates is no ASCII either
     if len(payload) > MAX_RECORD_BYTES:
         raise BadRecord(f"a record has at most {MAX_RECORD_BYTES} characters, but got {len(payload)}")
+    if not (payload.isascii() and payload.isprintable()):
+        raise BadRecord("a record must be JSON in printable ASCII, with other characters as \\u1234")
     try:
-        data = (
-            _DOMAIN + payload.encode()
-        )  # half of a pair of surrogates, which JSON may hold, cannot be encoded
         values = json.loads(payload)
     except (ValueError, RecursionError):
-        raise BadRecord("a record must be JSON in UTF-8") from None
+        raise BadRecord("a record must be JSON") from None
     if not isinstance(values, dict) or values.keys() != _FIELDS:
         raise BadRecord(f"a record has the fields {', '.join(sorted(_FIELDS))}, nothing else")
     # 2. each field
@@ -182,7 +184,7 @@ def read_record(payload: str, signature: str) -> SignedRecord:
             raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
     # 3. the signature, last because it takes longest
     owner, counts = values["owner"], (values["fence"], values["sequence"])
-    if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), data):
+    if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
         raise BadRecord(f"the record of {uid} is not signed by its owner")
     return SignedRecord(uid, endpoint, owner, *counts, float(expires), metadata, payload, signature)
 
@@ -233,6 +235,9 @@ def _hash(text: str) -> int:
 
 
 MAX_VALUE = 1024  # characters of a value as JSON
+_MAX_PIECES = (
+    MAX_RECORD_BYTES - 300
+)  # characters of its metadata in the record: the other fields have under 300
 ENDPOINT = "value:1"  # of records that are values: a record without an endpoint would be a withdrawal
 _KIND = "value::"  # begins the uids of values
 
@@ -263,7 +268,10 @@ def is_misplaced(uid: str, owner: str) -> bool:
 
 
 def dump_value(value: Any) -> dict[str, str]:
-    """Return a value as metadata of a record: its JSON in pieces "0", "1", ...; ValueError if too large or no JSON."""
+    """Return a value as metadata of a record: its JSON in pieces "0", "1", ...
+
+    Raises ValueError if it is no JSON, or too large.
+    """
     try:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
@@ -271,7 +279,14 @@ def dump_value(value: Any) -> dict[str, str]:
     if len(text) > MAX_VALUE:
         raise ValueError(f"a value has at most {MAX_VALUE} characters as JSON, but this one has {len(text)}")
     starts = range(0, len(text), MAX_METADATA_TEXT)
-    return {str(n): text[start : start + MAX_METADATA_TEXT] for n, start in enumerate(starts)}
+    pieces = {str(n): text[start : start + MAX_METADATA_TEXT] for n, start in enumerate(starts)}
+    # a text's quotes and backslashes are escaped in its JSON, and these escapes once more in the record's
+    if (length := len(json.dumps(pieces, separators=(",", ":")))) > _MAX_PIECES:
+        raise ValueError(
+            f"a value has at most {_MAX_PIECES} characters in its record, which escapes quotes and backslashes of its "
+            f"JSON again, but this one has {length}: store less, or text with fewer of them"
+        )
+    return pieces
 
 
 def load_value(record: SignedRecord, expires: float) -> Value | None:

@@ -110,10 +110,42 @@ def test_every_field_of_a_record_is_bounded(changes, text):
         read_record(json.dumps(json.loads(record().payload) | changes), "0" * 128)
 
 
-def test_record_that_is_no_text_is_refused():
-    signed = record()
-    with pytest.raises(BadRecord, match="UTF-8"):
-        read_record(signed.payload.replace("a:1", "\ud800"), signed.signature)
+def signed_text(payload):
+    return read_record(payload, ME.sign_bytes(records._DOMAIN + payload.encode(errors="surrogatepass")).hex())
+
+
+@pytest.mark.parametrize("text", ["\U0001d11e", "\ud800", "\u00e9", "\x7f"])
+def test_record_that_grows_in_an_answer_is_refused(text):
+    """A character beyond ASCII has 6 or 12 bytes in an answer: a stranger's records made a prefix unreadable."""
+    values = json.loads(record().payload) | {"metadata": {"a": text}}
+    with pytest.raises(BadRecord, match="printable ASCII"):
+        signed_text(json.dumps(values, ensure_ascii=False))
+    assert signed_text(json.dumps(values)).metadata == {"a": text}  # escaped
+
+
+def test_record_with_line_breaks_is_refused():
+    values = json.loads(record().payload)
+    with pytest.raises(BadRecord, match="printable ASCII"):
+        signed_text(json.dumps(values, indent=0))
+    assert signed_text(json.dumps(values, separators=(" , ", " : "))).endpoint == "a:1"
+
+
+@pytest.mark.parametrize("text", ['"', "\\", "\n", "\u00e9", "x"])
+def test_largest_value_of_each_character_fits_into_its_record(text):
+    """A value of 1,024 characters as JSON passed, and failed in a record that its caller had never made."""
+    taken = 0
+    for count in range(1, 1025):
+        try:
+            metadata = records.dump_value(text * count)
+        except ValueError as error:
+            assert str(error).startswith("a value has at most")
+            break
+        signed = ME.sign(
+            records.value_uid("key", ME.public), records.ENDPOINT, 2**63 - 1, 2**63 - 1, NOW + 1 / 7, metadata
+        )
+        assert records.load_value(signed, NOW).value == text * count
+        taken = count
+    assert taken == {'"': 428, "\\": 428, "\n": 511, "\u00e9": 170, "x": 1022}[text]
 
 
 def test_value_in_the_place_of_another_owner_is_refused():
