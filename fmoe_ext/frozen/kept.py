@@ -13,7 +13,6 @@ forward to its backward.
 
 import threading
 import weakref
-from collections import OrderedDict
 from collections.abc import Callable
 from contextvars import ContextVar
 from typing import Any, TypeAlias
@@ -28,9 +27,9 @@ ticket = _ticket.get  # what an operator's setup saves for its backward
 def keep_decoded(limit: int | None) -> None:
     """Bound the decoded weights that frozen_mlp and frozen_gemm keep on each GPU for the backward, in bytes.
 
-    None, the default: a quarter of the memory that is free at that moment. 0 keeps none. What exceeds a smaller bound
-    is dropped at once. Nothing is kept on the CPU, during the capture of a CUDA graph, or by torch.compile or
-    torch.func. Raises ValueError for a negative bound.
+    None, the default: a quarter of what is free whenever a copy is to be kept, the copies counted as free. 0 keeps
+    none. What exceeds a smaller bound is dropped at once. Nothing is kept on the CPU, during the capture of a CUDA
+    graph, or by torch.compile or torch.func. Raises ValueError for a negative bound.
 
     Example:
 
@@ -59,9 +58,10 @@ class KeptWeights:
         self._free_bytes = free_bytes
         self._limit: int | None = None
         # A copy, and the finalisers that drop it with its weight, scales or ticket.
-        self._copies: OrderedDict[_Key, tuple[torch.Tensor, list[weakref.finalize[Any, Any]]]] = OrderedDict()
+        self._copies: dict[_Key, tuple[torch.Tensor, list[weakref.finalize[Any, Any]]]] = {}
         # Guards _copies and _limit. Autograd takes a copy from a thread of its own; a finaliser may run in any thread,
-        # also inside of these methods, so the lock is re-entrant.
+        # also inside of these methods, where a garbage collection begins: so the lock is re-entrant, and loops go
+        # over a list of what was there (which nothing interrupts), never over _copies.
         self._lock = threading.RLock()
 
     def decoded(
@@ -88,6 +88,7 @@ class KeptWeights:
         until = None if last or (weight.is_cuda and torch.cuda.is_current_stream_capturing()) else ticket()
         if until is not None:
             with self._lock:
+                self._pop(key)  # of another thread, whose finalisers would drop this copy
                 if self._make_room(copy.device, copy.nbytes):
                     drops = [weakref.finalize(t.untyped_storage(), self._pop, key) for t in (*tensors, until)]
                     for drop in drops:
@@ -99,13 +100,13 @@ class KeptWeights:
         """Bound the bytes on each device from now on; None: by what is free."""
         with self._lock:
             self._limit = limit
-            for device in {copy.device for copy, _ in self._copies.values()}:
+            for device in {copy.device for copy, _ in list(self._copies.values())}:
                 self._make_room(device, 0)
 
     def num_bytes(self, device: torch.device) -> int:
         """Count the bytes of the copies on a device."""
         with self._lock:
-            return sum(copy.nbytes for copy, _ in self._copies.values() if copy.device == device)
+            return sum(copy.nbytes for copy, _ in list(self._copies.values()) if copy.device == device)
 
     def _make_room(self, device: torch.device, needed: int) -> bool:
         """Drop the oldest copies until `needed` bytes more fit; False if they cannot."""
@@ -115,11 +116,12 @@ class KeptWeights:
         limit = (self._free_bytes(device) + held) // 4 if self._limit is None else self._limit
         if needed > limit:
             return False
-        for key in [key for key, (copy, _) in self._copies.items() if copy.device == device]:
+        for key, (copy, _) in self._copies.copy().items():
             if held + needed <= limit:
                 break
-            dropped = self._pop(key)
-            held -= 0 if dropped is None else dropped.nbytes
+            if copy.device == device:
+                self._pop(key)
+                held -= copy.nbytes  # also if a finaliser came first
         return True
 
     def _pop(self, key: _Key) -> torch.Tensor | None:

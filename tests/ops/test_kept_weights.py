@@ -1,6 +1,8 @@
 """Decoded weights kept for the backward: decoded once a layer and step, within a bound, with the same bits."""
 
 import gc
+import sys
+import threading
 from dataclasses import replace
 
 import pytest
@@ -136,6 +138,60 @@ def test_graph_without_a_backward_takes_its_copy_along(decoded):
     assert kept.KEPT.num_bytes(CPU) == SIZE
     del y
     assert kept.KEPT.num_bytes(CPU) == 0
+
+
+@pytest.mark.parametrize("limit", [None, 2 * SIZE])
+def test_graphs_that_end_while_copies_are_counted_or_dropped(decoded, limit):
+    """A garbage collection may end a graph at any line: a forward failed, "mutated during iteration"."""
+    frozen.keep_decoded(32 * SIZE)
+    x = torch.ones(5, IN, requires_grad=True)
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    outputs = [frozen.frozen_gemm(x, layer(seed), offs) for seed in range(32)]
+
+    def end_one(frame, event, arg):
+        if frame.f_code.co_filename == kept.__file__ and outputs:
+            outputs.pop()
+        return end_one
+
+    before = sys.gettrace()
+    sys.settrace(end_one)
+    try:
+        if limit is None:
+            kept.KEPT.num_bytes(CPU)
+        else:
+            frozen.keep_decoded(limit)
+    finally:
+        sys.settrace(before)
+    assert len(outputs) < 30
+    assert kept.KEPT.num_bytes(CPU) == (
+        len(outputs) * SIZE if limit is None else min(len(outputs) * SIZE, limit)
+    )
+
+
+def test_copy_of_another_thread_leaves_this_one_alone(decoded, monkeypatch):
+    """Both decode at once. The end of the graph whose copy was replaced dropped the other one's."""
+    frozen.keep_decoded(4 * SIZE)
+    weight = layer()
+    offs = torch.tensor([2, 5], dtype=torch.int32)
+    ops, others = torch.ops.fmoe_ext._decode_packed, []
+
+    def forward():
+        return frozen.frozen_gemm(torch.ones(5, IN, requires_grad=True), weight, offs)
+
+    def while_another_decodes(*arguments):
+        monkeypatch.setattr(torch.ops.fmoe_ext, "_decode_packed", ops)
+        thread = threading.Thread(target=lambda: others.append(forward()))
+        thread.start()
+        thread.join()
+        return ops(*arguments)
+
+    monkeypatch.setattr(torch.ops.fmoe_ext, "_decode_packed", while_another_decodes)
+    y = forward()
+    assert len(others) == 1 and len(decoded) == 2 and kept.KEPT.num_bytes(CPU) == SIZE
+    others.clear()
+    assert kept.KEPT.num_bytes(CPU) == SIZE
+    y.sum().backward()
+    assert len(decoded) == 2 and kept.KEPT.num_bytes(CPU) == 0
 
 
 def test_slice_of_a_weight_is_decoded_by_itself(decoded):
