@@ -1,6 +1,7 @@
 """The simulator: what it prints follows from the cost model on loads that can be worked out by hand."""
 
 import json
+from dataclasses import replace
 from math import comb
 
 import pytest
@@ -162,3 +163,17 @@ def test_loads_without_a_row_have_no_speed_up(tmp_path, capsys):
     main(["--loads", str(tmp_path / "loads.json"), "--ranks", "2", "--network", "ib-ndr"])
     times = [line.split()[-2:] for line in capsys.readouterr().out.splitlines()[1:]]
     assert times == [["0.000", "1.00x"]] * 6
+
+
+@pytest.mark.parametrize("exchange", ["token", "node"])
+def test_shadows_leave_tokens_that_have_one_other_choice(exchange):
+    """The choices left were taken for all choices of fewer tokens: 10 tokens a rank instead of 18."""
+    layer = Layer(64, 128, top_k=2, exchange=exchange)
+    hardware = Hardware(bandwidth=1e9, throughput=1e12)
+    if exchange == "node":
+        hardware = replace(hardware, ranks_per_node=1, node_bandwidth=1e9)
+    # of 50 tokens with two choices each, 50 * (1 - 0.8^2) have one among the 20 of a rank; half of them go there
+    time = step_time([60, 20, 10, 10], 2, layer, hardware, shadows=(0,))
+    assert time.exchange == pytest.approx(4 * 0.5 * 18 * layer.row_bytes / 1e9)
+    everywhere = step_time([50, 50, 0, 0], 2, layer, hardware, shadows=(0, 1))
+    assert everywhere.exchange == 0

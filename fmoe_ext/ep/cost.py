@@ -6,7 +6,8 @@ A step lasts as long as its slowest rank:
     compute     rows of its experts * FLOP of a row / throughput
     shadowing   weights of shadowed experts there, their gradients back; their tokens stay where they are
 
-shadowing.py and tuning.py choose by it, `fmoe simulate` reports it; planning/layouts.py, info.py take Hardware alone.
+shadowing.py, and with it compat/_fastermoe.py, chooses by step_time(), which `fmoe simulate` reports; tuning.py chooses
+by best_overlap(), of times that it measures. info.py and planning's layouts.py and cli.py take Hardware alone.
 """
 
 from __future__ import annotations
@@ -103,9 +104,8 @@ class Hardware:
                 seconds = _seconds(lambda: ops.expert_mlp(*mlp, activation), device)
             throughput = rows * layer.row_flop / 3 / seconds
         # 3. The mean over the ranks, so that all decide by the same numbers.
-        has_link = float(
-            len(own) > 1 or len(nodes) == 1
-        )  # 0 for a rank alone on its node: its own link is to itself
+        # 0 for a rank alone on its node: its own link is to itself
+        has_link = float(len(own) > 1 or len(nodes) == 1)
         of_own = [has_link * number for number in links[0]]
         found = torch.tensor([throughput, *of_own, *links[1], has_link], dtype=torch.float64, device=device)
         dist.all_reduce(found, group=group)
@@ -228,7 +228,7 @@ def step_time(
     slowest = hardware.bandwidth if _is_one_node(num_ranks, hardware) else hardware.node_bandwidth
     return StepTime(
         # there and back, in the forward and in the backward
-        exchange=4 * _exchange_time(rows, layer, hardware),
+        exchange=4 * _exchange_time(rows, sum(load) / layer.top_k, layer, hardware),
         compute=(max(rows) + local) * layer.row_flop / hardware.throughput,
         shadowing=moved / slowest,
     )
@@ -238,14 +238,14 @@ def _is_one_node(num_ranks: int, hardware: Hardware) -> bool:
     return hardware.ranks_per_node is None or num_ranks <= hardware.ranks_per_node
 
 
-def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> float:
-    """Estimate the seconds of one way of the tokens. rows: choices that each rank's experts get.
+def _exchange_time(rows: Sequence[float], tokens: float, layer: Layer, hardware: Hardware) -> float:
+    """Estimate the seconds of one way of all ranks' tokens. rows: choices of each rank's experts, but of no shadows.
 
     A rank's link carries what its experts receive and send back, and what its own tokens send away: the larger. Links
     inside a node and between nodes work at once.
     """
     num_ranks, size = len(rows), hardware.ranks_per_node or len(rows)
-    travelling = rows if layer.exchange == "choice" else _distinct(rows, layer.top_k)
+    travelling = rows if layer.exchange == "choice" else _distinct(rows, tokens, layer.top_k)
     # rows that the busiest link carries: into a rank's experts, or out of a rank, whose own tokens are an even share
     busiest = max(*travelling, sum(travelling) / num_ranks) if num_ranks > 1 else travelling[0]
 
@@ -259,16 +259,17 @@ def _exchange_time(rows: Sequence[float], layer: Layer, hardware: Hardware) -> f
         between = away * busiest * layer.row_bytes / hardware.node_bandwidth + hardware.node_latency
         return max(inside((size - 1) / num_ranks), between)
     # "node": a token goes once to a node, by its own rank's share of the node's links, and then to ranks inside
-    nodes = _distinct([sum(rows[first : first + size]) for first in range(0, num_ranks, size)], layer.top_k)
+    of_nodes = [sum(rows[first : first + size]) for first in range(0, num_ranks, size)]
+    nodes = _distinct(of_nodes, tokens, layer.top_k)
     of_rank = max(*nodes, sum(nodes) / len(nodes)) / size
     between = away * of_rank * layer.row_bytes / hardware.node_bandwidth + hardware.node_latency
     return between + inside((size - 1) / size)
 
 
-def _distinct(rows: Sequence[float], top_k: int) -> list[float]:
+def _distinct(rows: Sequence[float], tokens: float, top_k: int) -> list[float]:
     """Estimate how many tokens have a choice in each part of the experts (ranks or nodes). rows: choices in each."""
-    total = sum(rows)
-    if total == 0:
+    if tokens == 0:
         return [0.0] * len(rows)
-    # choices drawn independently: a token misses a part with all of its top_k draws
-    return [total / top_k * (1 - (1 - part / total) ** top_k) for part in rows]
+    # Choices drawn independently: a token misses a part with all of its top_k draws. Some of them are of shadows, which
+    # are in no part, so that rows may sum to less than tokens * top_k.
+    return [tokens * (1 - (1 - part / (tokens * top_k)) ** top_k) for part in rows]
