@@ -10,7 +10,7 @@ import torch
 from fmoe_ext.remote import Training
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.expert_classes import find_expert_class
-from fmoe_ext.remote.replication import recovery
+from fmoe_ext.remote.replication import follower, recovery
 from fmoe_ext.remote.replication.follower import Replica
 from fmoe_ext.remote.replication.messages import Append, Reply, Sender, append_message, read_append
 from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
@@ -227,3 +227,44 @@ def test_tail_brings_a_shorter_log_up_and_no_other_one():
     assert ledger.tail_after(End(OLD, 3)) == []
     assert ledger.tail_after(End(NEW, 2)) is None
     assert Reply(True, ledger.end, OLD).end == End(OLD, 3)
+
+
+@pytest.mark.parametrize("ends", ["the server stops", "the leader is gone", "both"])
+def test_end_of_a_copy_under_way(ends, monkeypatch, caplog):
+    """A server that stopped took it for the end of the call for a copy: it warned, and its task went on."""
+    monkeypatch.setattr(follower, "AGAIN_SECONDS", 0.0)
+    calls = []
+
+    async def run():
+        async def download(*_):
+            calls.append("began")
+            try:
+                await asyncio.Event().wait()
+            finally:
+                calls.append("ended")
+
+        site = SimpleNamespace(
+            **{"name": "a", "now": lambda: 0.0, "registry": SimpleNamespace(num_returns=0)},
+            **{"server": SimpleNamespace(endpoint="a:1"), "peers": SimpleNamespace(download=download)},
+        )
+        replica = Replica(site, "expert.0", Ledger(is_replicated=True))
+        joining = asyncio.create_task(replica._join(SimpleNamespace(endpoint="b:1")))
+        while not calls:
+            await asyncio.sleep(0)
+        replica.receive(
+            Append("expert.0", NEW, 0, End(NEW, 1), Update("expert.0", End(OLD, 0), End(NEW, 1), (), ""))
+        )
+        assert len(replica._early) == 1
+        if ends != "the server stops":
+            replica.stop_copying()
+        if ends != "the leader is gone":
+            joining.cancel()
+        await asyncio.wait((joining,))
+        await asyncio.sleep(0)
+        return joining.cancelled(), replica.role, replica._early
+
+    goes_on = ends == "the leader is gone"
+    assert asyncio.run(run()) == (not goes_on, follower.Role.IDLE, [])
+    assert calls == ["began", "ended"]
+    warned = ["expert.0 could not be copied: NotLeader('b:1 leads no longer')"] if goes_on else []
+    assert [record.getMessage() for record in caplog.records] == warned

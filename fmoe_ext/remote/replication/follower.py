@@ -3,7 +3,8 @@
 ReplicatedExperts (replicas.py) has one for each expert, and gives it the leader's messages. A follower accepts an
 update if its own log ends where the leader's did before it (receive). It answers once the update is in its log; the
 weights follow on the thread that computes, before any call that comes later (_apply). It repeats the gradients, not
-their result, so replicas on equal processors are equal in every bit; digests find those that are not.
+their result, so replicas on equal processors are equal in every bit; digests find those that are not. Where nobody
+leads, recovery.py decides who will, by is_able() and the time since vacant and hopeless_since.
 
 A follower that refuses an update is removed from the record, and takes a copy (_join):
     1. JOIN: the leader copies the expert, and sends every later update from that moment on
@@ -30,7 +31,7 @@ from fmoe_ext.remote.wire import Message, WireError, encode
 log = logging.getLogger("fmoe_ext.remote")
 # for a copy to come whole: leader.LEARN_SECONDS, for which the leader keeps updates for it
 COPY_SECONDS = 60.0
-PROBE_SECONDS = 3.0  # that an idle member waits for a new leader's probe, before it takes a copy instead
+PROBE_SECONDS = 3.0  # from become_idle() on, in which a member waits for a leader's probe and takes no copy
 AGAIN_SECONDS = 0.5  # after a copy that failed, until the next attempt
 
 
@@ -70,11 +71,14 @@ class Replica:
         return self.role is not Role.JOINING and not self.ledger.broken
 
     def needs_void(self, record: keys.Members | None, num_returns: int) -> bool:
-        """True if etcd went back after this server learned of the expert's last term, and the record is not void."""
+        """True if etcd went back after this server learned of the expert's last term, and nobody has dealt with it.
+
+        Another server has if the record is of a later epoch, which is noted here.
+        """
         # a larger term than the record's: etcd has lost the record, or the view is behind and voiding it will fail
         if self.ledger.seen.number > (0 if record is None else record.term):
             return True
-        if record is not None and record.epoch > self.epoch:  # another server has dealt with it
+        if record is not None and record.epoch > self.epoch:
             self.epoch, self.num_returns = record.epoch, num_returns
         return self.num_returns < num_returns and self.ledger.seen.number > 0
 
@@ -168,8 +172,12 @@ class Replica:
         download = site.peers.download(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
         self._copying = copying = asyncio.create_task(download)
         try:
-            # 1., 2. the copy, while receive() collects updates
-            copy = await copying
+            # 1., 2. The copy, while receive() collects updates. wait() keeps the end of the call (stop_copying) and the
+            # end of this task apart: neither is cancelled with the other.
+            await asyncio.wait((copying,))
+            if copying.cancelled():
+                raise NotLeader(f"{leader.endpoint} leads no longer")
+            copy = copying.result()
             term = Term.read(copy, "seen")
             if term < ledger.seen:
                 raise NotLeader(f"the copy of {self.uid} is of a term that is over")
@@ -197,10 +205,12 @@ class Replica:
         except (Exception, asyncio.CancelledError) as error:
             if self.role is Role.JOINING:
                 self.become_idle()
-            if isinstance(error, asyncio.CancelledError) and not copying.cancelled():
-                raise  # this task was cancelled, because the server stops, and not the copy by stop_copying()
-            known = isinstance(error, (errors.RemoteError, WireError, NotLeader, asyncio.CancelledError))
+                self._early.clear()  # their tensors are no longer needed
+            if isinstance(error, asyncio.CancelledError):
+                raise  # the server stops
+            known = isinstance(error, (errors.RemoteError, WireError, NotLeader))
             log.warning("%s could not be copied: %r", self.uid, error, exc_info=not known)
             await asyncio.sleep(AGAIN_SECONDS)
         finally:
+            copying.cancel()
             self._copying = None
