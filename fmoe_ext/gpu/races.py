@@ -3,8 +3,9 @@
 For the child of `fmoe gpu prove` (child.py), which sends the events on to its parent.
 
     for each operation on each problem (a Course):
+        with all kernels       -> which kernels compute it
         by torch's product     -> torch_ms
-        with all kernels       -> ms, and which kernels computed it
+        with all kernels       -> ms
         without one of these   -> without_ms, of the kernel that is next in select.h
 
 A kernel keeps its place by the geometric mean of its races, ms / without_ms: it may lose one shape and win the others.
@@ -48,7 +49,7 @@ OPERATIONS = tuple(PRODUCTS)
 
 @dataclass(frozen=True)
 class Start:
-    """Sent before a measurement: what is measured, and which kernels are to blame if it never ends."""
+    """Sent before a step: what it is, and which kernels are to blame if it never ends or ends the process."""
 
     what: str
     kernels: tuple[str, ...]
@@ -136,7 +137,7 @@ class Course:
         return self.classes[0] if len(self.classes) == 1 else None
 
     def is_of(self, product: str) -> bool:
-        """Return whether this product alone decides it; a main gradient is the product of a weight's gradient."""
+        """Return whether this course times this product alone; grad_weight's kernels compute main_grad too."""
         found = [name.split("/")[0].replace("main_grad", "grad_weight") for name in self.classes]
         return found == [product]
 
@@ -219,7 +220,11 @@ class Races:
         for case in dict.fromkeys(course.case for course in courses):
             mine = [course for course in courses if course.case == case]
             try:
+                # forwards by the portable kernels: a kernel of ours has its first run at this shape in _race
+                yield Start(f"inputs of {mine[0].shape}", ())
+                gpu_kernels.switch_on(())
                 functions = _operations(case, Inputs.of(case, mine[0].dtype, self.target.device))
+                self.target.synchronize()
                 for course in mine:
                     yield from self._race(course, functions[course.operation])
             except torch.OutOfMemoryError:  # a small GPU is proved by the races that fit
@@ -246,21 +251,22 @@ class Races:
     def _race(self, course: Course, function: Callable[[], object]) -> Iterator[Event]:
         """Time one operation by torch, by our kernels, and without each kernel that took part."""
         name, shape = course.operation, course.shape
-        # 1. By torch; no kernel of ours is to blame if this never ends.
-        yield Start(f"{name} by torch ({shape})", ())
+        # 1. Which kernels compute it: their counts rise at the launch, and a fault shows when it is waited for.
         gpu_kernels.switch_on(self.kernels)
+        before = gpu_kernels.runs()
+        function()
+        computed_by = [kernel for kernel, count in gpu_kernels.runs().items() if count > before[kernel]]
+        yield Start(f"{name} ({shape})", tuple(computed_by))
+        self.target.synchronize()
+        # 2. By torch, and by kernels of ours what is not of its classes: they have run at this shape by now.
+        yield Start(f"{name} by torch ({shape})", ())
         gpu_kernels.let_torch_compute(course.classes)
         try:
             torch_ms = self.target.milliseconds(function)
         finally:
             gpu_kernels.let_torch_compute(())
-        # 2. Which kernels compute it: their counts rise.
-        before = gpu_kernels.runs()
-        function()
-        self.target.synchronize()
-        computed_by = [kernel for kernel, count in gpu_kernels.runs().items() if count > before[kernel]]
-        yield Start(f"{name} ({shape})", tuple(computed_by))
         # 3. With all kernels, and without each of these.
+        yield Start(f"{name} ({shape})", tuple(computed_by))
         choices = [self.kernels, *([k for k in self.kernels if k != kernel] for kernel in computed_by)]
         rounds = []
         for _ in range(self.target.rounds):  # the choices take turns, so that drift meets all alike

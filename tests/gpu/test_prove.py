@@ -275,6 +275,28 @@ def test_out_of_memory_in_a_race_is_no_verdict():
     assert stop.what.startswith("out of memory: no more races of T 16") and stop.kernels == ()
 
 
+def test_kernels_of_a_race_are_named_before_their_first_run_is_waited_for():
+    """A kernel that hung at a raced shape alone was waited for as torch's or another step's, and stayed on."""
+    target, sent, threads = Pretend(), [], torch.get_num_threads()
+    target.connect()
+    runs, waits = dict(target.counts), []
+
+    def wait():
+        waits.append((sent[-1], {kernel for kernel, count in target.counts.items() if count > runs[kernel]}))
+
+    target.synchronize = wait
+    try:
+        for event in Races(target, list(KERNELS)).run():
+            sent.append(event)
+            if isinstance(event, Race):  # the end of an operation
+                runs.update(target.counts)
+    finally:
+        target.disconnect()
+        torch.set_num_threads(threads)
+    assert all(isinstance(start, Start) and ran <= set(start.kernels) for start, ran in waits)
+    assert {kernel for _, ran in waits for kernel in ran} >= {"up.a", "rows_by_weight.pairs", "grad_weight.a"}
+
+
 def test_values_of_a_graph_and_of_streams_are_compared():
     class Stale(Pretend):
         def captured(self, function):
