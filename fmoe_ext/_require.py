@@ -9,7 +9,6 @@ _EXTRAS = MappingProxyType(
     {
         "transformers": "finetune",
         "peft": "finetune",
-        "accelerate": "finetune",
         "aetcd": "remote",
         "prometheus_client": "remote",
     }
@@ -17,7 +16,7 @@ _EXTRAS = MappingProxyType(
 
 
 def require(package: str, needed_by: str, install: str = "") -> Any:
-    """Import a package; ImportError if it is not there. install: its name and version for pip, else its name."""
+    """Import a package; ImportError if it is not there. install: what pip is to install, by default the package."""
     try:
         return importlib.import_module(package)
     except ImportError as error:

@@ -1,7 +1,8 @@
-"""Compute torchtitan's MoE layers with our dispatch and expert products, by `--override.imports`: routed_experts().
+"""Compute torchtitan's MoE layers with our dispatch and expert products: routed_experts().
 
-torchtitan replaces the configuration of its RoutedExperts by ours, from which it then builds the layer. Suffixes of
-shapes are torchtitan's: B batch, L length, D width of a token, K choices, E experts, F width of an expert.
+By `--override.imports fmoe_ext.torchtitan.routed_experts` torchtitan replaces the configuration of its RoutedExperts
+by ours, from which it then builds the layer. Suffixes of shapes are torchtitan's: B batch, L length, D width of a
+token, K choices, E experts, F width of an expert.
 """
 # mypy: disable-error-code="misc, untyped-decorator"
 
@@ -33,13 +34,13 @@ class FMoERoutedExperts(RoutedExperts):
     """torchtitan's RoutedExperts, computed by fmoe_ext: its parameters, state dict and sharding are unchanged.
 
     Router, shared experts, balancing bias, FSDP, checkpoints and conversion from Hugging Face stay torchtitan's. The
-    ranks of the mesh "ep" share the experts by fmoe_ext's exchange. Other experts than SwiGLU (GPT-OSS's) are computed
-    by their own module between our moves of tokens.
+    ranks of the mesh "ep" share the experts by fmoe_ext's exchange. Experts of another class than GroupedExperts
+    (GPT-OSS's) are computed by their own module between our moves of tokens.
     """
 
     @dataclass(kw_only=True, slots=True)
     class Config(RoutedExperts.Config):
-        """dtype: what SwiGLU experts compute in, "bfloat16" as torchtitan's do, or "input": the dtype of the input."""
+        """dtype: what GroupedExperts compute in, "bfloat16" as torchtitan's do, or "input": the dtype of the input."""
 
         dtype: str = "bfloat16"
 
@@ -65,7 +66,10 @@ class FMoERoutedExperts(RoutedExperts):
         topk_expert_ids_BLK: Tensor,
         num_local_tokens_per_expert_E: Tensor,
     ) -> Tensor:
-        """Compute x [B, L, D], scores and ids [B, L, K], all local tensors -> the experts' weighted sums [B, L, D]."""
+        """Compute x [B, L, D], scores and ids [B, L, K], all local tensors -> the experts' weighted sums [B, L, D].
+
+        num_local_tokens_per_expert_E is not needed: dispatch() counts for itself.
+        """
         x = x_BLD.flatten(0, 1)
         ids, scores = topk_expert_ids_BLK.flatten(0, 1), topk_scores_BLK.flatten(0, 1)
         if self.dtype is not None and type(self.inner_experts) is GroupedExperts:

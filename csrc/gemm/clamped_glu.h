@@ -1,5 +1,6 @@
 // The clamped gated activations between two products, where they do not run in the tiles of expert_mlp:
-// kernels of clamped_glu.cpp, row by row and each way. ClampedGlu (kernels.h) has the formula.
+// what csrc/clamped_glu.cpp calls for a part of a row, forward and backward. ClampedGlu (kernels.h) has the
+// formula.
 #pragma once
 
 #include "epilogue.h"
@@ -28,9 +29,9 @@ inline Point<V> clamped_above(V x, V slope, A limit) {
   return {x > limit ? V{} + limit : x, x > limit ? V{} : slope};
 }
 
-// Gate and up of n activated values: as they lie, or apart in the buffers if they take turns.
-constexpr int kGluBlock = 64;
+constexpr int kGluBlock = 64;  // values that are taken apart at once, in buffers on the stack
 
+// Gate and up of n activated values: as they lie, or apart in the buffers if they take turns.
 template <class T>
 struct GateAndUp {
   const T *gate, *up;

@@ -7,7 +7,7 @@ A layer calls its gate in each forward (FMoE._call_gate); an entry -1 of topk_id
     NoisyGate           top-k of logits with learned noise      cv^2(importance) + cv^2(load)    Shazeer et al., 2017
     GShardGate, DCGate  top-2, random second, capacity          E sum_e c_e m_e                  Lepikhin et al., 2020
     SwitchGate          top-1, noise, capacity                  E sum_e f_e p_e                  Fedus et al., 2021
-    FasterGate          top-2, few tokens leave their node      GShard's loss                    He et al., 2022
+    FasterGate          top-2, few first choices leave a node   GShard's loss                    He et al., 2022
     SwipeGate           top-k, moved to ranks with room         construction                     FastMoE
     SoftmaxGate         top-k of the softmax                    E sum_e f_e p_e, global batch    Qwen3, Mixtral, OLMoE
     NormedGate          the same behind an RMS norm             the same                         Gemma 4

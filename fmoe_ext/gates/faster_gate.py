@@ -1,4 +1,4 @@
-"""FasterGate: few tokens leave their node, as the links between nodes are slow (FasterMoE).
+"""FasterGate: few first choices leave their node where many would, as links between nodes are slow (FasterMoE).
 
 Where too many tokens have their first choice on another node, the best of these keep it, and all other choices stay on
 the node of the gate, which therefore has to know its node (gen_faster_gate).
@@ -20,12 +20,13 @@ Gate = TypeVar("Gate", bound="FasterGate")
 
 
 class FasterGate(GateOverRanks):
-    """The topology-aware gate of FasterMoE (He et al. 2022): few tokens leave their node, the others stay.
+    """The topology-aware gate of FasterMoE (He et al. 2022): few first choices leave their node.
 
     Each token takes its two best experts, unless more than int(outgoing_fraction * T) of the T local tokens have their
     first choice on another node. Then those with the highest score there, int(outgoing_fraction * T) of them, keep that
     first choice, and every other choice is made among the experts of this node, number node_rank, of gpus_per_node
-    ranks. loss = E^2 * mean_e(c_e * m_e), as GShardGate. Where a node has all the experts this is top-2.
+    ranks. Second choices are limited only then. loss = E^2 * mean_e(c_e * m_e), as GShardGate. Where a node has all the
+    experts this is top-2.
     gpus_per_node and outgoing_fraction: default FMOE_TOPO_GPUS_PER_NODE (8) and FMOE_TOPO_OUTGOING_FRACTION (0.14).
     FMoE(gate=gen_faster_gate(node_rank)) builds it.
     """
@@ -63,7 +64,7 @@ class FasterGate(GateOverRanks):
         first = node_rank * gpus_per_node * n_expert
         self._local_experts = range(first, min(first + gpus_per_node * n_expert, self.num_experts))
         if len(self._local_experts) < 2:
-            raise ValueError("FasterGate needs two experts in a node, but node_rank's node has one")
+            raise ValueError(f"FasterGate needs two experts in a node, but node {node_rank} has one")
         self.register_buffer("is_local", torch.zeros(self.num_experts, dtype=torch.bool), persistent=False)
         self.reset_parameters()
         self.outgoing_fraction = outgoing_fraction
@@ -118,7 +119,7 @@ class FasterGate(GateOverRanks):
 
 
 def gen_faster_gate(rank: int) -> Callable[..., FasterGate]:
-    """Return a gate for FMoE(gate=...): FasterGate on node number rank.
+    """Return a gate for FMoE(gate=...): FasterGate on a node. rank: number of this rank's node (FastMoE's name for it).
 
     Example:
 

@@ -1,4 +1,8 @@
-"""Hugging Face Transformers: experts on our operators, fmoefied models and their files, balance losses in trainers."""
+"""Hugging Face Transformers: its MoE experts on our operators, and what its trainers and files need from us.
+
+use(model) computes the experts by our operators, expert_parallel(model) spreads them over ranks. from_pretrained()
+loads what fmoefy made and save_pretrained saved. add_balance_loss() and balance_callback() serve trainers.
+"""
 
 from fmoe_ext.huggingface.experts import (
     balance_callback,
