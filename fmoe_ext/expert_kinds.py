@@ -5,8 +5,8 @@
     OneModule     a user's module for all experts: module(rows sorted by expert, tokens_per_expert)
     OwnExpertFn   a subclass of FMoE with an expert_fn of its own (layers.py asks for this one itself)
 
-A fifth one, FusedByWidth, is Megatron's (megatron/core/expert_tensor.py). FMoE.forward calls compute() for each chunk of
-experts. A new kind is a class here and an entry in KINDS, before OneModule, which fits all.
+A fifth one, FusedByWidth, is Megatron's (megatron/core/expert_tensor.py). FMoE.forward calls compute() for each chunk
+of experts. A new kind is a class here and an entry in KINDS, before OneModule, which fits all.
 """
 
 from __future__ import annotations

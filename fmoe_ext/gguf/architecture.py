@@ -4,12 +4,13 @@
     fields(config)                    a configuration       -> the metadata that a file of it has
     tensors(config, names)            names in Transformers -> names and values in the file
 
-Most keys are one attribute of the configuration: `keys` has them for both ways, `defaults` what llama.cpp takes for a
-key that is missing. A file is checked by a round trip (metadata.py): its keys become a configuration, and fields() of
-that must give its keys again. So a key that only config() reads stands in `read`, and one that changes no logit in
-`harmless`. llama.cpp's graph computes some things that no key says: `fixed` and refused() name what a configuration may
-not have. The package gguf knows most names of tensors (in_checkpoints() translates to the names that it knows);
-transforms() has the others, and those whose values are arranged otherwise.
+Most keys are one attribute of the configuration: config() takes them by `keys`, `defaults` has what llama.cpp takes for
+a key that is missing. A file is checked by a round trip (metadata.py): its keys become a configuration, and fields() of
+that must give its keys again, so that it writes each of them by hand. A key that only config() reads stands in `read`,
+and one that changes no logit in `harmless`. llama.cpp's graph computes some things that no key says: `fixed` names the
+only value that an attribute may have, refused() what a configuration may not have. The package gguf knows most names of
+tensors (in_checkpoints() translates to the names that it knows); transforms() has the others, and those whose values
+are arranged otherwise.
 
 To add one, write a subclass with what differs in a file of architectures/: it is found by being there. Its page and
 tests are in docs/design.md, "What a change touches". A model type is exported under the first name that has it; a
@@ -19,6 +20,7 @@ second name of one type is only read (also).
 import functools
 import re
 from collections.abc import Iterable, Mapping
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any, TypeAlias
 
@@ -90,7 +92,7 @@ class Architecture:
     needs: tuple[str, ...] = ()  # keys without which a file has another model
     defaults: Mapping[str, Any] = _NOTHING  # {attribute: value of a file without its key} beside `usual`
     fixed: Mapping[str, Any] = _NOTHING  # {attribute: the only value that the graph computes}
-    has_heads = False  # the last blocks may be heads for the tokens after the next, which are left out
+    has_heads = False  # the last blocks may predict the tokens after the next (num_heads()), and are left out
     writes_heads = False  # as `model.layers.N` behind the others, which the package's map has names for
     has_biases = False  # of queries, keys, values and outputs
     groups_heads = True  # queries may be more than keys
@@ -195,7 +197,7 @@ class Architecture:
         return found
 
     def heads(self, values: Values) -> Values:
-        """Return the number of key and value heads and the head size; llama.cpp's defaults follow from the others."""
+        """Return the number of key and value heads and the size of one; llama.cpp's defaults follow from the others."""
         count = values["num_attention_heads"]
         return {
             "num_key_value_heads": values.get("num_key_value_heads", count),
@@ -322,7 +324,7 @@ class Architecture:
             "hidden_act": getattr(config, "hidden_act", "silu") != "silu",
             "linear_num_heads": getattr(config, "linear_num_heads", heads) != heads,
             # leading_dense_block_count can say dense layers at the beginning only
-            "mlp_layer_types": bool(mlp_kinds) and "dense" in mlp_kinds[mlp_kinds.index("sparse") :],
+            "mlp_layer_types": ("sparse", "dense") in pairwise(mlp_kinds),
             "layers_block_type": "mlp" in (getattr(config, "layers_block_type", None) or ()),
             "mlp_only_layers": bool(getattr(config, "mlp_only_layers", None)),
             "n_group": facts.get("num_groups", 1) > 1 and "expert_group_count" not in self.keys,

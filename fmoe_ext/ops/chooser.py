@@ -1,7 +1,7 @@
-"""Let the room gpu choose kernels for CUDA tensors; without CUDA kernels there is nothing to choose.
+"""Let gpu/ choose kernels for CUDA tensors; without CUDA kernels there is nothing to choose.
 
-Operators call before(), while_compiling() and reserve() here. ops/ must not import gpu/, which is above it: instead,
-gpu/kernels.py registers its chooser when it is imported.
+Operators call before() and while_compiling() here, an exchange over NCCL reserve(). ops/ must not import gpu/, which is
+above it: instead, gpu/kernels.py registers its chooser when it is imported.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,10 @@ class Chooser:
         """Choose kernels for the device of t; called by fake kernels, since a compiled graph does not call before()."""
 
     def reserve(self, owner: object, sms: int, is_done: Callable[[], bool]) -> Callable[[], object]:
-        """Keep SMs of a GPU free for other kernels, until owner is collected, is_done() or the result is called."""
+        """Keep SMs of a GPU free for other kernels, until owner is collected, is_done() or the result is called.
+
+        is_done is asked before a product outside of compiled graphs.
+        """
         return lambda: None
 
 

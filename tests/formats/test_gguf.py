@@ -11,6 +11,7 @@ import fmoe_ext
 from fmoe_ext import SoftmaxGate, fmoefy
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.gguf.architecture import known_names
+from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.writing import write_gguf
 from tests.formats.format_models import ONE_GROUP
 from tests.formats.test_formats import (
@@ -352,3 +353,12 @@ def test_older_package_gguf_is_named(tmp_path):
     with pytest.raises(CheckpointError, match="gguf has no type Q9_Z: pip install -U gguf"):
         write_gguf(tmp_path / "model.gguf", {}, config, packings={"a": "q9_z"})
     assert not (tmp_path / "model.gguf").exists()
+
+
+def test_model_of_dense_layers_alone_has_a_place_in_deepseek2():
+    """Looking for its first MoE layer was a ValueError, 'sparse' is not in list."""
+    config = transformers.Glm4MoeLiteConfig(num_hidden_layers=2, mlp_layer_types=["dense", "dense"])
+    (kind,) = (kind for kind in ARCHITECTURES if kind.model_type == "glm4_moe_lite")
+    assert not kind().refused(config)["mlp_layer_types"]
+    config.mlp_layer_types = ["sparse", "dense"]
+    assert kind().refused(config)["mlp_layer_types"]

@@ -1,4 +1,4 @@
-"""Family (family.py) of DeepSeek-V2 and V2-Lite; its variants: the language models of DeepSeek-OCR 2 and Unlimited-OCR."""
+"""Family (family.py) of DeepSeek-V2 and V2-Lite; its variants: of DeepSeek-OCR 2 and Unlimited-OCR."""
 
 from fmoe_ext.checkpoint.families.family import (
     PROJECTIONS,

@@ -1,8 +1,9 @@
 """Check that the installed PEFT reads from a converted folder what the adapter is: why_not(), which convert() calls.
 
 PEFT loads the folder into the model's architecture, whose weights are zeros that take no memory. Then PEFT's own change
-of every layer (get_delta_weight), at some rows and columns, must be the adapter's. In a module of its own because it
-imports PEFT and Transformers, which convert() can do without.
+of every layer (get_delta_weight), at some rows and columns, must be the adapter's. Modules that PEFT saves whole
+(modules_to_save) are compared too, and no other weight may change. In a module of its own because it imports PEFT and
+Transformers, which convert() can do without.
 """
 
 import warnings
@@ -22,7 +23,8 @@ from fmoe_ext.finetune.adapters.delta import module_of, plain_pairs
 from fmoe_ext.finetune.adapters.reading import PARAMETERS, PREFIX, Adapter, Factors
 
 _Layers: TypeAlias = Mapping[str, Mapping[str, Factors]]
-_ROWS, _COLUMNS = 16, 12  # of a change that are compared; unlike, so that one that is turned around shows
+# Of a change that are compared; unlike, so that one of 13 rows or more that is turned around shows
+_ROWS, _COLUMNS = 16, 12
 
 
 def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) -> str:

@@ -1,8 +1,9 @@
 """Format: how a packed weight is checked, decoded and packed. Helpers that the files of formats share.
 
-A weight [E, out, in] is packed as codes of a few bits (data), scales that the columns of a block share (scale) and, in
-few formats, a third tensor (zero: zero points of int4, factors of nvfp4). A Format says which shapes these have
-(check), which values they stand for (decode) and how plain rounding finds them (pack).
+A weight [E, out, in] is packed as codes of a few bits (data) and scales that the columns of a block share: in a second
+tensor (scale), or in the bytes of data (GGUF's formats). Two formats have a third tensor (zero: zero points of int4,
+factors of nvfp4). A Format says which shapes these have (check), which values they stand for (decode) and how plain
+rounding finds them (pack): quantized.py calls these three, rounding.py the methods of a Lattice.
 
 The kernels read the same bytes by the same formula: csrc/gemm/decode.h on the CPU, 32 columns of a row at a time,
 cuda/decode_packed.cu on a GPU. They round where decode() rounds, so all of them have the same bits.
@@ -19,7 +20,7 @@ Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
 # Scales to try, as multiples of the one that the largest magnitude of a block gives: smaller ones clip that value, and
-# come nearer to the others.
+# come nearer to the others; larger ones move the codes.
 FACTORS = (1.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -46,7 +47,7 @@ class Format:
 
     number: int  # in csrc/gemm/packed.h
     tensors: str  # shapes of data, scale and zero, for errors
-    bits: float  # of a weight, scales included, without what a whole row or matrix has
+    bits: float  # of a weight as quantize() packs it, scales included, without what a whole row or matrix has
     block: int  # columns that quantize() packs together
     has_integers = False  # products in integers, Quantized.int8_activations
 
@@ -107,7 +108,7 @@ class Lattice(Format):
 
 
 def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
-    """Return a tensor by its name; ValueError if it is missing or of another dtype, number of dimensions or device."""
+    """Return a tensor by its name; ValueError if it is missing, or unlike dtypes, dims, or data's experts or device."""
     t: torch.Tensor | None = getattr(q, name)
     if t is None:
         raise ValueError(f"{q.format} needs {name}: {q.kind.tensors}")
