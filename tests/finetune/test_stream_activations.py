@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
+import fmoe_ext
 from fmoe_ext.finetune.streaming.activations import ActivationFile
 from tests.finetune.streamed_models import checkpoint_layers, save, streamed, with_adapters
 from tests.huggingface.huggingface_models import make_ids, step
@@ -97,3 +98,6 @@ def test_folder_that_does_not_exist(tmp_path):
     folder = save(tmp_path / "model", dtype=torch.float32)
     with pytest.raises(FileNotFoundError, match="absent"):
         streamed(folder, activations=tmp_path / "absent")
+    # before a file of the model is read, which takes minutes for a large one
+    with pytest.raises(FileNotFoundError, match="absent"):
+        fmoe_ext.stream(tmp_path / "no model", activations=tmp_path / "absent")

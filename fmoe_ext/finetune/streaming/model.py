@@ -1,4 +1,7 @@
-"""Open a model of Transformers whose experts stay in the files of its folder: stream().
+"""Open a model of Transformers on the CPU whose experts stay in the files of its folder: stream().
+
+So a model larger than memory can be fine-tuned by adapters, or generate; prune, repack and calibration read models by
+it.
 
 1. open_model() finds the tensors; a skeleton on the meta device says what parameters the model has.
 2. Transformers' own loader fills it from a state dict of ours: placeholders without values for experts
@@ -65,9 +68,10 @@ def stream(
     (frozen.Quantized): faster generation, with rows rounded to 8 bits a block.
     progress: print layers, tokens per second and the time left of a step, or a function that gets them as a Progress.
     A backward is counted where activations are checkpointed.
-    Warns if the model would hold more memory than this process may use. Raises ValueError for a dtype that is no float
-    and if memory is too little, CheckpointError for a folder that is damaged, reaches outside of itself or does not fit
-    its config.json, ImportError if Transformers is missing or older than 5.7.
+    Warns if less than a quarter of this process's limit of memory would stay free. Raises ValueError for a dtype that
+    is no float, an optimizer_bytes below 0, a memory that is no number of bytes or too little, CheckpointError for a
+    folder that is damaged, reaches outside of itself, does not fit its config.json or has no experts, OSError for
+    activations without a folder, ImportError if Transformers is missing or older than 5.7.
     Equivalent to: AutoModelForCausalLM.from_pretrained(folder, experts_implementation="fmoe"), with frozen experts.
 
     Example:
@@ -86,6 +90,7 @@ def stream(
 
     # What may be wrong in the arguments is found before files are read.
     budget = memory_of(memory)
+    saved = None if activations is None else ActivationFile(activations)
     if dtype not in (None, *FLOATS):
         raise ValueError(f"dtype must be one of {', '.join(map(str, FLOATS))}, but got {dtype}")
     if optimizer_bytes is not None and not 0 <= optimizer_bytes < math.inf:
@@ -127,9 +132,9 @@ def stream(
     if progress:
         listener = print_progress if progress is True else progress
         expert_stream.steps = Steps(len(layers), listener)
-    if activations is not None:
-        expert_stream.activations = ActivationFile(activations)
-        SavedOnDisk(model.base_model, expert_stream, expert_stream.activations)
+    if saved is not None:
+        expert_stream.activations = saved
+        SavedOnDisk(model.base_model, expert_stream, saved)
     replace_save_pretrained(model, _refuse_to_save, _refuse_to_save)
     return huggingface.use(model).eval()
 
@@ -139,7 +144,7 @@ def _plan(
 ) -> tuple[list[Layer], dict[str, PackedTensor], dict[str, Any]]:
     """Return (the layers of experts, what stays packed by name, a state dict for Transformers' loader).
 
-    Raises CheckpointError for shapes that are not those of config.json.
+    Raises CheckpointError for shapes that are not those of config.json, and for a model without experts.
     """
     weights = files.of(skeleton)
     layers: list[Layer] = []
