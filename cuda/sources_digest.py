@@ -1,8 +1,9 @@
-"""Digests of the sources of the GPU kernels, by which `fmoe gpu prove` knows what a proof is about.
+"""Digests of the sources of the GPU kernels, which say whether a proof of `fmoe gpu prove` is about these kernels.
 
 One for each file of Hopper kernels and one for all portable kernels, so that an edit voids the proofs of what it
 reaches and no others. A digest is of the words of a file and of the headers that it includes, and of the compiler's
-options; the compiler's version does not count. setup.py puts them into the module (ops_select.cpp hands them out).
+options; the compiler's version does not count, and neither do select.h and products.h, which choose a kernel and
+compute nothing. setup.py puts the digests into the module (ops_select.cpp hands them out).
 """
 
 import hashlib
@@ -21,7 +22,8 @@ PORTABLE = "portable"
 def digests(options: Sequence[str] = (), root: Path = ROOT) -> dict[str, str]:
     """{file of Hopper kernels, or "portable": 16 hexadecimal digits}.
 
-    options: of the compiler, which decide the code. Comments, white space and prototypes do not count.
+    options: of the compiler, which decide the code. Comments, prototypes, and how much white space there is between
+    words do not count.
     """
     hopper = sorted(Path(root, "cuda").glob("sm90_*.cu"))
     others = [path for path in Path(root, "cuda").glob("*.cu") if path not in hopper]
@@ -41,7 +43,7 @@ def _digest(files: list[Path], options: Sequence[str], root: Path) -> str:
 
 
 def reached(files: list[Path], root: Path = ROOT) -> list[Path]:
-    """Return these files and every header of cuda/ and csrc/ that they reach by includes, sorted by name."""
+    """Return these files and every header of cuda/ and csrc/ that they reach by includes, sorted by name and folder."""
     todo, seen = [*files], set[Path]()
     while todo:
         path = todo.pop()
@@ -51,7 +53,7 @@ def reached(files: list[Path], root: Path = ROOT) -> list[Path]:
             header = next((file for file in inside if file.exists()), None)
             if header is not None and header not in seen:
                 todo.append(header)
-    return sorted(seen, key=lambda path: path.name)
+    return sorted(seen, key=lambda path: (path.name, path))
 
 
 if __name__ == "__main__":

@@ -1,9 +1,13 @@
 """LayerCounters: the counters of one gate, on its device; LoadMonitor (load.py) has one for each gate.
 
+They count the tokens of each expert, its forwards without one, dropped choices, tokens and forwards, and sum up the
+entropy of the weights.
+
 Counting must cost a step little and must never wait for the device. So it has two speeds:
 
-    count()    in each forward: one operator counts the experts' tokens, and the result is noted
-    sum_up()   every _MAX_NOTED forwards, or when a sum is read: adds what was noted, one operation for each counter
+    count()    in each forward: one operator counts the experts' tokens, another copies the weights of a sample of
+               tokens, and both results are noted
+    sum_up()   every _MAX_NOTED forwards, or when a sum is read: adds what was noted, by a few operations a forward
 
 A compiled program and a CUDA graph replay operators without this code, so that nothing would be summed up later: there
 each forward is added at once.
@@ -18,8 +22,8 @@ import torch
 
 from fmoe_ext.step import count_choices
 
-_ENTROPY_SAMPLE = 512  # tokens of a forward whose entropy is computed, at least; less than twice as many
-_MAX_NOTED = 32  # forwards that are summed up together: costs little more than one
+_ENTROPY_SAMPLE = 512  # tokens of a forward whose entropy is computed, to twice as many; all of fewer
+_MAX_NOTED = 32  # forwards that are summed up together, to have the sums' own operations once
 
 
 class _Forward(NamedTuple):
@@ -30,17 +34,13 @@ class _Forward(NamedTuple):
 
 
 def _summed(name: str) -> Any:
-    """Make a property that sums up what was noted before the counter is read or set."""
+    """Make a property that sums up what was noted before the counter is read."""
 
     def get(counters: "LayerCounters") -> torch.Tensor:
         counters.sum_up()
         return counters._sums[name]
 
-    def put(counters: "LayerCounters", value: torch.Tensor) -> None:
-        counters.sum_up()
-        counters._sums[name] = value
-
-    return property(get, put)
+    return property(get)
 
 
 class LayerCounters:
@@ -108,7 +108,7 @@ class LayerCounters:
                     getattr(self, name).zero_()
 
     def _add(self, noted: Sequence[_Forward]) -> None:
-        """Add forwards to the sums, by about one operation for each counter; none waits for the device."""
+        """Add forwards to the sums, by a few operations each; none waits for the device."""
         sums, num = self._sums, len(noted)
         loads = torch.stack([forward.load for forward in noted])  # [num, E]
         sums["tokens_per_expert"] += loads.sum(0)

@@ -17,9 +17,10 @@ _MAX_ROUNDS = 1000  # for logits that do not converge
 
 
 def balanced_shares(logits: torch.Tensor, gather: Callable[..., list[torch.Tensor]]) -> torch.Tensor:
-    """Scale rows and columns of exp(logits) [T, E] in turn until those of all ranks have even sums, to about 1e-4.
+    """Scale rows and columns of exp(logits) [T, E] in turn until their sums over all ranks are nearly even.
 
-    The scores that SinkhornGate ranks; rows sum to 1 / T and columns to 1 / E, T the tokens of all ranks.
+    That is when the columns' factors change by 1e-4 or less in the mean. Rows sum to 1 / T and columns to 1 / E, T the
+    tokens of all ranks; SinkhornGate ranks by the result.
     gather(x, same_size=True): x of every rank.
     """
     num_experts = logits.shape[1]
