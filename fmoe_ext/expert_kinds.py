@@ -252,7 +252,7 @@ class Separate(ExpertKind):
 
 
 class OneModule(ExpertKind):
-    """One module for all experts, called with rows sorted by expert and their numbers."""
+    """One module for all experts, called with rows sorted by expert and their numbers; batch_invariant() trusts it."""
 
     @staticmethod
     def fits(layer: _HasExperts) -> bool:
@@ -265,7 +265,7 @@ class OneModule(ExpertKind):
 
 
 class OwnExpertFn(ExpertKind):
-    """The expert_fn of a subclass of FMoE, whatever it does with self.experts."""
+    """The expert_fn of a subclass of FMoE, whatever it does with self.experts; batch_invariant() trusts it."""
 
     def on_rows(self, rows: Nest, tokens_per_expert: torch.Tensor, first: int = 0) -> Nest:
         return self.layer.expert_fn(rows, tokens_per_expert)

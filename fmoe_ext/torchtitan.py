@@ -26,7 +26,7 @@ try:
     from torchtitan.models.common.token_dispatcher import AllToAllTokenDispatcher, LocalTokenDispatcher
 except ImportError as error:
     raise ImportError(
-        f"fmoe_ext's experts for torchtitan need torchtitan ({error}): pip install torchtitan"
+        f"fmoe_ext's experts for torchtitan need torchtitan 0.3.0 ({error}): pip install torchtitan==0.3.0"
     ) from error
 
 

@@ -1,6 +1,6 @@
-// The eight tile registers of AMX: the instructions, or with FMOE_EMULATE_AMX the same on a processor without
-// them. A thread configures the registers before it uses them and releases them after, as TileRun does
-// (amx.h); cpu_features.cpp asks Linux for them.
+// The eight tile registers of AMX, Intel's matrix unit: the instructions, or with FMOE_EMULATE_AMX the same
+// on a processor without them. A thread configures the registers before it uses them and releases them after,
+// as TileRun does (amx.h); cpu_features.cpp asks Linux for them.
 #pragma once
 
 #include <cstdint>

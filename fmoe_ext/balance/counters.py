@@ -23,7 +23,7 @@ import torch
 from fmoe_ext.step import count_choices
 
 _ENTROPY_SAMPLE = 512  # tokens of a forward whose entropy is computed, to twice as many; all of fewer
-_MAX_NOTED = 32  # forwards that are summed up together, to have the sums' own operations once
+_MAX_NOTED = 32  # forwards that are summed up together, so that the counters change once for all
 
 
 class _Forward(NamedTuple):
