@@ -294,7 +294,8 @@ def _with_balance(
         return loss
     if isinstance(output, tuple):
         if hasattr(output, "_fields"):  # a NamedTuple
-            return output._replace(**{output._fields[0]: loss})
+            made: Any = output
+            return made._replace(**{made._fields[0]: loss})
         return (loss, *output[1:])
     output["loss"] = loss
     return output

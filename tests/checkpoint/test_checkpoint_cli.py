@@ -327,7 +327,7 @@ SIGMOID = FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=Sigm
         ),
     ],
 )
-def test_what_differs_from_config_is_named_with_its_cure(config, layer, text):
+def test_difference_from_config_is_named_with_its_cure(config, layer, text):
     with pytest.raises(checkpoint.CheckpointError) as error:
         check_config(config, [("mlp", layer)])
     assert str(error.value) == text
