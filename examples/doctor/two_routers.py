@@ -1,4 +1,4 @@
-"""Two models for `fmoe doctor`, which calls healthy() or dead_router() -> (model, batch) and examines the model."""
+"""Two models for `fmoe doctor`, two_routers.py:healthy and :dead_router."""
 
 import torch
 import torch.nn.functional as F

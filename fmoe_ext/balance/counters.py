@@ -34,13 +34,17 @@ class _Forward(NamedTuple):
 
 
 def _summed(name: str) -> Any:
-    """Make a property that sums up what was noted before the counter is read."""
+    """Make a property that sums up what was noted before the counter is read or set."""
 
     def get(counters: "LayerCounters") -> torch.Tensor:
         counters.sum_up()
         return counters._sums[name]
 
-    return property(get)
+    def put(counters: "LayerCounters", value: torch.Tensor) -> None:  # counter += load sets it, too
+        counters.sum_up()
+        counters._sums[name] = value
+
+    return property(get, put)
 
 
 class LayerCounters:

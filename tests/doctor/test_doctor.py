@@ -240,7 +240,10 @@ def test_choices_of_nobody_are_not_lost():
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("options, is_named", [({"drop_rate": 0.0}, True), ({"drop_rate": 0.1}, False)])
+@pytest.mark.parametrize(
+    "options, is_named",
+    [({"drop_tokens": 0}, True), ({"drop_tokens": True}, False), ({"drop_rate": 0.1}, True)],  # a dropout's
+)
 def test_option_of_drops_that_is_off_excuses_nothing(options, is_named):
     torch.manual_seed(0)
     report = doctor.check(UnsureLayer(loses=True, **options), torch.randn(32, 8))
