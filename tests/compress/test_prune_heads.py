@@ -14,7 +14,7 @@ transformers = pytest.importorskip("transformers")
 
 from tests.huggingface.moe_architectures import tiny_model  # noqa: E402
 from tests.huggingface.moe_heads import add_heads, with_heads  # noqa: E402
-from tests.sweeps import rest_is_long  # noqa: E402
+from tests.sweeps import rest_is_slow  # noqa: E402
 
 QUICK = (
     "DeepseekV3ForCausalLM",  # a layer behind the others
@@ -59,7 +59,7 @@ def expected_head(head, kept):
     return found
 
 
-@pytest.mark.parametrize("name", rest_is_long(with_heads(), QUICK))
+@pytest.mark.parametrize("name", rest_is_slow(with_heads(), QUICK))
 def test_heads_stay_with_their_largest_experts(name, tmp_path):
     model = tiny_model(name, torch.float32)
     head = add_heads(model, tmp_path / "in")

@@ -16,7 +16,7 @@ from tests.doctor.held_out_by_a_stranger import TWINS, dense_with_a_head_of_as_m
 from tests.doctor.museum import subject
 from tests.doctor.museum_outputs import HEALTHY, MISTAKES
 from tests.doctor.plain import EXPERTS, D, Model
-from tests.sweeps import rest_is_long
+from tests.sweeps import rest_is_slow
 
 # The others are long: a check of a model takes most of a second.
 QUICK_MISTAKES = ("rows_in_another_order", "routing_of_the_previous_batch", "weights_of_the_other_choice")
@@ -24,20 +24,20 @@ QUICK_HEALTHY = ("experts_choose_tokens", "scores_are_distances")
 QUICK_TWINS = ("farthest_centroids",)
 
 
-@pytest.mark.parametrize("name", rest_is_long(MISTAKES, QUICK_MISTAKES))
+@pytest.mark.parametrize("name", rest_is_slow(MISTAKES, QUICK_MISTAKES))
 def test_mistake_is_named(name):
     invariants, make = MISTAKES[name]
     report = doctor.check(make())
     assert invariants & report.named(), str(report)
 
 
-@pytest.mark.parametrize("name", rest_is_long(HEALTHY, QUICK_HEALTHY))
+@pytest.mark.parametrize("name", rest_is_slow(HEALTHY, QUICK_HEALTHY))
 def test_model_without_a_mistake_raises_no_alarm(name):
     report = doctor.check(HEALTHY[name]())
     assert report.ok, str(report)
 
 
-@pytest.mark.parametrize("name", rest_is_long(TWINS, QUICK_TWINS))
+@pytest.mark.parametrize("name", rest_is_slow(TWINS, QUICK_TWINS))
 def test_mistake_is_named_and_its_healthy_twin_is_not(name):
     invariant, make = TWINS[name]
     wrong, right = (doctor.check(make(mistaken)) for mistaken in (True, False))

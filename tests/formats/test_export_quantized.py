@@ -21,7 +21,7 @@ from tests.finetune import streamed_models as streamed
 from tests.formats.format_models import make
 from tests.formats.test_gguf import OSS, WRITTEN, llama_cpp_or_skip
 from tests.formats.trained_tokenizers import byte_level
-from tests.sweeps import rest_is_long
+from tests.sweeps import rest_is_slow
 
 transformers = pytest.importorskip("transformers")
 
@@ -268,7 +268,7 @@ def test_llama_cpp_computes_with_the_packed_weights(type, model, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "type"),
-    rest_is_long(
+    rest_is_slow(
         [(name, type) for name in WRITTEN for type in GGUF_TYPES],
         [("gpt_oss", "mxfp4"), ("deepseek_v3", "q8_0"), ("gemma4_text", "q4_k"), ("dots1", "nvfp4")],
     ),

@@ -24,7 +24,7 @@ from tests.formats.test_gguf import GLM_DSA, llama_cpp_or_skip  # noqa: E402
 from tests.huggingface.huggingface_models import make_ids  # noqa: E402
 from tests.huggingface.moe_architectures import tiny_model  # noqa: E402
 from tests.huggingface.moe_heads import add_heads, with_heads  # noqa: E402
-from tests.sweeps import rest_is_long  # noqa: E402
+from tests.sweeps import rest_is_slow  # noqa: E402
 
 QUICK = ("DeepseekV3ForCausalLM", "MiMoV2FlashForCausalLM", "Qwen3_5MoeForConditionalGeneration")
 IMPORTED = [name for name in with_heads() if type_of(name) not in REFUSED]
@@ -43,7 +43,7 @@ def assert_equal_folders(one, other):
     assert configs[0] == configs[1]
 
 
-@pytest.mark.parametrize("name", rest_is_long(IMPORTED, QUICK))
+@pytest.mark.parametrize("name", rest_is_slow(IMPORTED, QUICK))
 def test_heads_go_in_and_out(name, tmp_path):
     """By import of the folder, and of the model that Transformers reads from it."""
     add_heads(tiny_model(name, torch.float32), tmp_path / "in")

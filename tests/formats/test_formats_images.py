@@ -18,7 +18,7 @@ transformers = pytest.importorskip("transformers")
 from tests.formats.test_formats_sweep import UNTRIED, logits, type_of  # noqa: E402
 from tests.huggingface.huggingface_models import make_ids  # noqa: E402
 from tests.huggingface.moe_architectures import architectures, tiny_model  # noqa: E402
-from tests.sweeps import rest_is_long  # noqa: E402
+from tests.sweeps import rest_is_slow  # noqa: E402
 
 WITH_IMAGES = [name for name in architectures() if "ForCausalLM" not in name and name not in UNTRIED]
 QUICK = (
@@ -61,7 +61,7 @@ def assert_only_experts_differ(one, other):
     return changed
 
 
-@pytest.mark.parametrize("folder", rest_is_long(WITH_IMAGES, QUICK), indirect=True)
+@pytest.mark.parametrize("folder", rest_is_slow(WITH_IMAGES, QUICK), indirect=True)
 def test_text_part_trains_and_the_rest_stays(folder):
     path, theirs = folder
     if (kind := type_of(type(theirs).__name__)) in REFUSED:
@@ -96,7 +96,7 @@ NOT_EXAMINED = ("DiffusionGemmaForBlockDiffusion", "UnlimitedOcrForConditionalGe
 EXAMINED = [name for name in WITH_IMAGES if name not in NOT_EXAMINED]
 
 
-@pytest.mark.parametrize("folder", rest_is_long(EXAMINED, QUICK), indirect=True)
+@pytest.mark.parametrize("folder", rest_is_slow(EXAMINED, QUICK), indirect=True)
 def test_doctor_and_info_read_the_folder(folder):
     path, theirs = folder
     found = info.of_model(path, "1GiB", tflops=1.0)

@@ -10,7 +10,7 @@ import fmoe_ext
 from fmoe_ext import huggingface
 from fmoe_ext.checkpoint import CheckpointError
 from tests.formats.format_models import MODELS, make
-from tests.sweeps import rest_is_long
+from tests.sweeps import rest_is_slow
 
 transformers = pytest.importorskip("transformers")
 QUICK = ["mixtral", "deepseek_v3", "gpt_oss", "qwen3_moe"]
@@ -30,7 +30,7 @@ def state(folder):
     return transformers.AutoModelForCausalLM.from_pretrained(folder).state_dict()
 
 
-@pytest.mark.parametrize("name", rest_is_long(MODELS, QUICK))
+@pytest.mark.parametrize("name", rest_is_slow(MODELS, QUICK))
 def test_import_and_save_change_no_key(name, tmp_path):
     """Of a model that nobody changed, with router logits where the family has them."""
     kind = name.partition(",")[0]
@@ -46,7 +46,7 @@ def test_import_and_save_change_no_key(name, tmp_path):
     assert expected.get("output_router_logits", True) is True
 
 
-@pytest.mark.parametrize("name", rest_is_long(MODELS, QUICK))
+@pytest.mark.parametrize("name", rest_is_slow(MODELS, QUICK))
 def test_dtype_is_that_of_the_files(name, tmp_path):
     """Imported in bfloat16, written in float32: Transformers and stream() read what was written."""
     source = original(tmp_path / "a", name)

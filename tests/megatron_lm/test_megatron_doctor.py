@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import doctor
-from tests.sweeps import rest_is_long
+from tests.sweeps import rest_is_slow
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
 import megatron_layouts as layouts
@@ -55,7 +55,7 @@ def examined(options, **training):
 
 
 @pytest.mark.parametrize(
-    "options", rest_is_long(OPTIONS, ["sigmoid with a bias", "sinkhorn", "shared expert"])
+    "options", rest_is_slow(OPTIONS, ["sigmoid with a bias", "sinkhorn", "shared expert"])
 )
 def test_gpt_of_megatron_raises_no_alarm(options):
     report = examined(options, recompute=partial(checkpoint, use_reentrant=True))  # as Megatron recomputes
