@@ -29,7 +29,8 @@ inline ExpertMlpNeeds of_half(ExpertMlpNeeds needs, BackwardHalf half) {
 // run() goes chunk by chunk: the gradients of the activated rows, from them dh and the weighted rows a (first
 // phase); then every product that reads these two from the workspace (second phase).
 class ExpertBackward {
-  // A chunk, what it has in its memory, and whether weight gradients read the rows there instead of panels.
+  // A chunk, what it has in its memory, and whether weight gradients read dO and dH there, without a
+  // packed copy.
   struct Work {
     const Chunk& chunk;
     bool in_place;

@@ -1,4 +1,5 @@
 // The backward of frozen_mlp on the CPU: gradients of x, the adapters and topk_weights, none of the weights.
+// It goes by chunks of rows that fit in a workspace; the adapters' gradients are summed over them.
 #include "frozen_mlp.h"
 
 #include <torch/csrc/stable/library.h>

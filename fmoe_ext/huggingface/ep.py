@@ -69,9 +69,12 @@ def spread_experts(model: Any, group: Group = None, expert_dp_comm: str = "none"
     replace_save_pretrained(model, _save_spread)
 
 
-def _generate(model: Any, *args: Any, synced_gpus: bool = True, **kwargs: Any) -> Any:
-    """Go on until every rank has finished, since all of them hold experts that the others need."""
-    return type(model).generate(model, *args, synced_gpus=synced_gpus, **kwargs)
+def _generate(model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Go on until every rank has finished, since all of them hold experts that the others need.
+
+    Also where synced_gpus=False is given, as Seq2SeqTrainer does for models that are not under ZeRO 3 or FSDP.
+    """
+    return type(model).generate(model, *args, **{**kwargs, "synced_gpus": True})
 
 
 def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

@@ -1,1 +1,5 @@
-"""Find the MLPs of a model and put MoE layers in their places: fmoefy() and the model kinds that it knows."""
+"""Find the MLPs of a model and put MoE layers in their places: fmoefy().
+
+target.py says what a model kind is. plain.py is PyTorch's; those of Megatron and Transformers are beside their
+libraries (LIBRARIES in fmoefy.py).
+"""

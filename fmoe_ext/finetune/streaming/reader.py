@@ -7,8 +7,9 @@ Three ways past or through the system's page cache, whose pages a memory cgroup 
                     aligned buffer ("bounce") first, and its spans are copied from there
     neither         file systems without O_DIRECT: through the cache, and each range is dropped from it after the copy
 
-Spans of neighbouring experts lie side by side, so they are joined to reads of CHUNK bytes, gaps included, which two
-threads share. Spans whose bytes have to be transformed (Span.turn) go through memory of RAW bytes first.
+Spans of neighbouring experts lie side by side, so past the cache they are joined to reads of up to CHUNK bytes, gaps
+included; through it each span is read into its place. Two threads share the reads. Spans whose bytes have to be
+transformed (Span.turn) go through memory of RAW bytes first.
 """
 
 import functools

@@ -2,8 +2,8 @@
 
     value = scale * (code - zero)      code: 4 bits, eight columns an int32, the lowest bits first
 
-Codes and zero points are stored with 8 added, so a weight without zero points is symmetric about code 8. Zero points
-are packed along the rows: the int32 [r, g] has the zero points of rows 8r to 8r + 7 for group g.
+code and zero are 0 to 15 as stored, 8 more than the signed -8 to 7; without zero points zero is 8. Zero points are
+packed along the rows: the int32 [r, g] has the zero points of rows 8r to 8r + 7 for group g.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ class Int4(Lattice):
     """Integers of 4 bits with scales and, if they are not symmetric, zero points of groups of columns."""
 
     number = 3
-    tensors = "data int32 [E, out, in / 8], scale [E, out, groups], zero int32 [E, out / 8, groups] or None"
+    tensors = (
+        "data int32 [E, out, in / 8], scale [E, out, groups], zero int32 [E, ceil(out / 8), groups] or None"
+    )
     bits = 4.5
     block = 32
 
