@@ -235,9 +235,8 @@ def _hash(text: str) -> int:
 
 
 MAX_VALUE = 1024  # characters of a value as JSON
-_MAX_PIECES = (
-    MAX_RECORD_BYTES - 300
-)  # characters of its metadata in the record: the other fields have under 300
+# Characters of its metadata in the record: the other fields have under 300.
+_MAX_PIECES = MAX_RECORD_BYTES - 300
 ENDPOINT = "value:1"  # of records that are values: a record without an endpoint would be a withdrawal
 _KIND = "value::"  # begins the uids of values
 
