@@ -1,9 +1,12 @@
 """gradient_accumulation_fusion of the layers: weight gradients in main_grad instead of grad."""
 
+import sys
+from functools import partial
+
 import pytest
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 from fmoe_ext import FMoELinear, FMoETransformerMLP
 from fmoe_ext.distributed import DistributedGroupedDataParallel
@@ -54,6 +57,33 @@ def test_layer(activation, recompute):
         fused.zero_grad()
     with torch.no_grad():
         assert torch.equal(fused(x), out)
+
+
+@pytest.mark.parametrize("is_pipelined", [False, True])
+@pytest.mark.parametrize("saved", ["expert_mlp", "grouped_gemm", "topk_gate"])
+def test_selective_checkpoint_adds_each_gradient_once(saved, is_pipelined, monkeypatch):
+    """Also where it keeps the experts' results."""
+    monkeypatch.delitem(sys.modules, "torch.distributed.pipelining", raising=False)
+    if is_pipelined:
+        monkeypatch.setitem(sys.modules, "torch.distributed.pipelining", torch)
+    kept = getattr(torch.ops.fmoe_ext, saved).default
+    num_kept = []
+
+    def policy(ctx, op, *args, **kwargs):
+        num_kept.append(op is kept)
+        return CheckpointPolicy.MUST_SAVE if op is kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+    # an activation of the user's own takes two products, of grouped_gemm
+    activation = "callable" if saved == "grouped_gemm" else "gelu"
+    layer, plain, x, y = make(True, activation), make(True, activation), batch(0), batch(0)
+    context = partial(create_selective_checkpoint_contexts, policy)
+    checkpoint(layer, x, use_reentrant=False, context_fn=context).square().sum().backward()
+    plain(y).square().sum().backward()
+    assert any(num_kept)
+    assert torch.equal(x.grad, y.grad)
+    expected = main_grads(plain)
+    for name, main_grad in main_grads(layer).items():
+        assert torch.equal(main_grad, expected[name]), name
 
 
 def test_linear():

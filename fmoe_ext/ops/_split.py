@@ -89,10 +89,11 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
         )
     if is_batch_invariant():
         product = _InMode(product)
+    has_main_grad = product.once_differentiable
     may_be_split = "torch.distributed.pipelining" in sys.modules and learns(inputs) and learns(weights)
-    # a selective checkpoint refuses that _Join changes in place (mark_dirty) what it has kept
-    may_be_split = may_be_split and not is_selective()
-    if not (may_be_split or product.once_differentiable):
+    # there _Join has to copy y: a split backward does not pay
+    selective = (has_main_grad or may_be_split) and is_selective()
+    if not has_main_grad and (selective or not may_be_split):
         return _Whole.apply(product, len(inputs), *inputs, *weights)
     # _Inputs before _Weights: of two nodes that are ready, the engine runs the younger first
     link = _Link()
@@ -101,7 +102,7 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
     detached = tuple(t.detach() if t is not None and t.requires_grad else t for t in inputs)
     needed = [t is not None and t.requires_grad for t in inputs]
     y = _Weights.apply(link, product, detached, needed, *weights)
-    return _Join.apply(y, token)
+    return _Join.apply(y, token, selective)
 
 
 def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
@@ -232,10 +233,12 @@ class _Join(torch.autograd.Function):
     """Return y, and hand its gradient to both nodes."""
 
     @staticmethod
-    def forward(ctx: Any, y: torch.Tensor, token: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, y: torch.Tensor, token: torch.Tensor, selective: bool) -> torch.Tensor:
+        if selective:  # such a checkpoint raises if a tensor that it keeps is changed in place (mark_dirty)
+            return y.clone()
         ctx.mark_dirty(y)  # no copy, and no view, which a pipeline could not detach
         return y
 
     @staticmethod
-    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        return grad_y, grad_y
+    def backward(ctx: Any, grad_y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
+        return grad_y, grad_y, None
