@@ -63,7 +63,7 @@ def prepare_forward(
     pos, local_expert_count, global_expert_count = count_by_gate(gate, num_expert, world_size)
     assert pos is not None
     # on the CPU, for the exchange must know its sizes; this waits for the device
-    global_expert_count = _ranks.to_host(global_expert_count, world_size)
+    global_expert_count = _ranks.to_host(global_expert_count, world_size, _ranks.get_group())
     fwd_expert_count = global_expert_count.view(world_size, num_expert).sum(0)
     return (
         pos,
@@ -100,18 +100,17 @@ class MOEScatter(Function):
         fwd_batch_size: int,
         world_size: int,
     ) -> torch.Tensor:
-        rows = _local_scatter(inp, pos)
-        ctx.arguments = inp.shape[0], local_expert_count, global_expert_count, world_size
+        ctx.num_rows = inp.shape[0]
+        ctx.exchange = local_expert_count, global_expert_count, world_size, _ranks.get_group()
         ctx.save_for_backward(pos)
-        return _ranks.to_experts(rows, local_expert_count, global_expert_count, world_size)
+        return _ranks.to_experts(_local_scatter(inp, pos), *ctx.exchange)
 
     @staticmethod
     def backward(ctx: Any, global_grad_in: torch.Tensor) -> tuple[Any, ...]:
         (pos,) = ctx.saved_tensors
-        num_rows, local_expert_count, global_expert_count, world_size = ctx.arguments
         # the way back of the rows; a token that was copied gets the sum of its copies' gradients
-        grad = _ranks.from_experts(global_grad_in, local_expert_count, global_expert_count, world_size)
-        return _local_gather(grad, pos, num_rows), None, None, None, None, None
+        grad = _ranks.from_experts(global_grad_in, *ctx.exchange)
+        return _local_gather(grad, pos, ctx.num_rows), None, None, None, None, None
 
 
 class MOEGather(Function):
@@ -127,15 +126,15 @@ class MOEGather(Function):
         local_batch_size: int,
         world_size: int,
     ) -> torch.Tensor:
-        rows = _ranks.from_experts(global_output_buf, local_expert_count, global_expert_count, world_size)
-        ctx.arguments = local_expert_count, global_expert_count, world_size
+        ctx.exchange = local_expert_count, global_expert_count, world_size, _ranks.get_group()
         ctx.save_for_backward(pos)
+        rows = _ranks.from_experts(global_output_buf, *ctx.exchange)
         return _local_gather(rows, pos, local_batch_size, maybe_overlap=False)
 
     @staticmethod
     def backward(ctx: Any, grad_out: torch.Tensor) -> tuple[Any, ...]:
         (pos,) = ctx.saved_tensors
-        grad = _ranks.to_experts(_local_scatter(grad_out.contiguous(), pos), *ctx.arguments)
+        grad = _ranks.to_experts(_local_scatter(grad_out.contiguous(), pos), *ctx.exchange)
         return grad, None, None, None, None, None
 
 

@@ -134,6 +134,31 @@ def test_several_groups(pool):
     pool.run(several_groups, world_size=4)
 
 
+def exchange_in_two_groups():
+    """Rows go to the other rank of a group; another ensure_comm() comes before the backward."""
+    rank = dist.get_rank()
+    rows = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    columns = [dist.new_group([0, 2]), dist.new_group([1, 3])]
+    x = torch.zeros(1, D, requires_grad=True)
+    fmoe.functions.ensure_comm(x, rows[rank // 2])
+    gate = torch.tensor([1 - rank % 2])  # the one expert of the other rank
+    pos, sent, received, _, num_rows = fmoe.functions.prepare_forward(gate, 1, 2)
+    y = fmoe.functions.MOEScatter.apply(x, pos, sent, received, num_rows, 2)
+    out = fmoe.functions.MOEGather.apply(y * (10 + rank), pos, sent, received, 1, 2)
+    fmoe.functions.ensure_comm(x, columns[rank % 2])
+    try:
+        (out * (1 + rank)).sum().backward()
+    finally:
+        fmoe.functions.ensure_comm(x, None)
+    other = rank + 1 - 2 * (rank % 2)
+    return x.grad.unique().tolist(), [float((10 + other) * (1 + rank))]
+
+
+def test_backward_exchanges_in_the_group_of_its_forward(pool):
+    for grad, expected in pool.run(exchange_in_two_groups, world_size=4):
+        assert grad == expected
+
+
 def swipe_outside_a_layer():
     """FastMoE's gate asks its own group; ours with ranks= is the same computation."""
     torch.manual_seed(0)
