@@ -28,7 +28,8 @@ def clip_grad_norm_(
 
     Each parameter counts once, on however many ranks it has copies or shards (DTensor). Call it on all ranks, after the
     reduction; one that auto_allreduce has begun is ended first.
-    Returns the norm before scaling. Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
+    Returns the norm before scaling. ValueError for norm_type 0 or -inf. Equivalent, in one process:
+    torch.nn.utils.clip_grad_norm_.
 
     Example:
 
@@ -70,9 +71,12 @@ def norm_over(
     """Compute the norm of gradients over ranks. counted: (gradient, ranks that count it); a DTensor counts whole.
 
     groups: the sum goes over these, one after the other; together they span all ranks, and all of them call this, also
-    those without gradients.
+    those without gradients. ValueError for norms that no sum of powers gives: 0, -inf.
     """
-    norm_type, is_max = float(norm_type), norm_type == float("inf")
+    norm_type = float(norm_type)
+    if norm_type in (0.0, float("-inf")) or norm_type != norm_type:
+        raise ValueError(f"norm_type must be a number other than 0, or inf, but got {norm_type}")
+    is_max = norm_type == float("inf")
     total = torch.zeros((), dtype=torch.float64, device=device)
     for grad, copies in counted:
         # full_tensor() of a DTensor's norm is a collective call of the ranks that have its shards

@@ -19,6 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
+from fmoe_ext._sharded import is_dtensor
 from fmoe_ext.distributed import DistributedGroupedDataParallel
 from fmoe_ext.ep.process_groups import new_group_of
 from fmoe_ext.pipeline.groups import PipelineGroups
@@ -155,13 +156,14 @@ def _merge(into: nn.Module, part: nn.Module) -> None:
             into.add_module(name, child)
 
 
-def num_copies(param: nn.Parameter, wrapped: list[nn.Module], name: str, groups: PipelineGroups) -> int:
-    """Count the ranks of one stage whose gradient of a parameter counts as the same one."""
-    # grouped: the ranks over which the parameter's tag is reduced, 1 for the tag "none"; a DTensor's norm is of all its
-    # shards
+def num_copies(param: nn.Parameter, wrapped: list[nn.Module], groups: PipelineGroups) -> int:
+    """Count the ranks of one stage whose gradient of a parameter counts as the same one, once it is reduced."""
+    replicas = dist.get_process_group_ranks(groups.data)
+    if is_dtensor(param):  # each rank that has a shard counts the norm of the whole
+        return len(set(replicas) & set(param.device_mesh.mesh.flatten().tolist()))
     for module in wrapped:
         if isinstance(module, DistributedGroupedDataParallel):
             for tag, params in module.tagged.items():
-                if tag != "none" and any(p is param for p in params):
-                    return dist.get_world_size(module.groups[tag])
-    return dist.get_world_size(groups.data) if name in ("ddp", "fsdp") else 1
+                if any(p is param for p in params):
+                    return 1 if tag == "none" else dist.get_world_size(module.groups[tag])
+    return len(replicas)  # DistributedDataParallel's mean, or the user's own

@@ -240,16 +240,15 @@ class Pipeline:
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
         """Scale all gradients of the job so that their norm is at most max_norm -> the norm before; all ranks call it.
 
-        Each parameter counts once, on however many ranks and stages it has copies; with data_parallel="none" once for
-        each replica.
+        Each parameter counts once, on however many ranks and stages it has copies; with data_parallel="none" call it
+        after your mean over groups.data.
         Equivalent, in one process: torch.nn.utils.clip_grad_norm_.
         """
         # of each gradient, on how many ranks it is: those of stages that share it times the replicas of a stage
         params = [p for p in self.parameters() if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
         copies = [
-            self._tied.num_ranks(p) * num_copies(p, self._wrapped, self._data_parallel, self.groups)
-            for p in params
+            self._tied.num_ranks(p) * num_copies(p, self._wrapped, self.groups) for p in params
         ]
         counted = list(zip(grads, copies, strict=True))
         total = norm_over(counted, norm_type, [self.groups.pp, self.groups.data], self.device)

@@ -159,9 +159,12 @@ def expert_layout(ep, slice_):
     torch.testing.assert_close(local.dense.weight.grad, expected.dense.weight.grad, rtol=1e-12, atol=1e-15)
 
     plain = [p for p in expected.parameters() if p.grad is not None]
-    for norm_type in (2.0, 3.0, float("inf")):
+    for norm_type in (2.0, 3.0, -1.0, "inf"):
         single = torch.nn.utils.clip_grad_norm_(plain, 1e9, norm_type)
         torch.testing.assert_close(clip_grad_norm_(model, 1e9, norm_type), single, rtol=1e-12, atol=0)
+    for norm_type in (0, -torch.inf, torch.nan):
+        with pytest.raises(ValueError, match="norm_type must be a number other than 0"):
+            clip_grad_norm_(model, 1e9, norm_type)
     torch.nn.utils.clip_grad_norm_(plain, 0.01)
     clip_grad_norm_(model, 0.01)
     torch.testing.assert_close(local.experts[0].grad, expected.experts[mine].grad, rtol=1e-10, atol=0)

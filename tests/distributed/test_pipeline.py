@@ -117,6 +117,10 @@ def train(schedule, chunks, pp, options=None, rows=ROWS):
     for p in pipeline.parameters():
         p.grad = None
     loss = pipeline.train_step(tokens, target, trace=True)
+    if options.get("data_parallel") == "none":
+        for p in pipeline.parameters():
+            dist.all_reduce(p.grad, group=groups.data)
+            p.grad /= dist.get_world_size(groups.data)
     spans = pipeline.spans()
     forwards = {(s.stage, s.microbatch) for s in spans if s.kind == "forward"}
     assert len(forwards) == stages * pipeline.num_microbatches
@@ -169,13 +173,14 @@ LAYOUTS = {
     "ep_dualpipe": ("dualpipe_v", {"ep": 2}),
     "ep_gpipe": ("gpipe", {"ep": 2, "checkpoint": True}),
     "ddp": ("1f1b", {"data_parallel": "ddp"}),
+    "none": ("1f1b", {"data_parallel": "none"}),
     "fsdp": ("1f1b", {"data_parallel": "fsdp"}),
     "fsdp_interleaved": ("interleaved", {"data_parallel": "fsdp"}),
     "fsdp_zero_bubble": ("zero_bubble", {"data_parallel": "fsdp"}),
 }
 
 
-FEW_LAYOUTS = ("ep_interleaved", "ep_dualpipe", "ep_gpipe", "ddp", "fsdp_zero_bubble")
+FEW_LAYOUTS = ("ep_interleaved", "ep_dualpipe", "ep_gpipe", "ddp", "none", "fsdp_zero_bubble")
 
 
 @pytest.mark.parametrize("layout", rest_is_long(LAYOUTS, FEW_LAYOUTS))
