@@ -251,7 +251,7 @@ def _softmax(func: Any, input: Tensor, dim: int | None = None, *more: Any, **opt
     return y if options.get("out") is None else _write(options["out"], y)
 
 
-_LOGARITHMS = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax))
+_LOGARITHMS = frozenset((F.log_softmax, torch.log_softmax, Tensor.log_softmax, torch.special.log_softmax))
 
 
 def _logsumexp(
@@ -511,18 +511,20 @@ REPLACEMENTS: MappingProxyType[Any, Callable[..., Any]] = MappingProxyType(
         **dict.fromkeys(_MATMULS, _matmul),
         **dict.fromkeys((torch.addmm, Tensor.addmm, torch.baddbmm, Tensor.baddbmm), _add_product),
         F.scaled_dot_product_attention: _attention,
-        **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax, *_LOGARITHMS), _softmax),
-        **dict.fromkeys((torch.logsumexp, Tensor.logsumexp), _logsumexp),
+        **dict.fromkeys(
+            (F.softmax, torch.softmax, Tensor.softmax, torch.special.softmax, *_LOGARITHMS), _softmax
+        ),
+        **dict.fromkeys((torch.logsumexp, Tensor.logsumexp, torch.special.logsumexp), _logsumexp),
         F.cross_entropy: _cross_entropy,
         **dict.fromkeys((torch.sum, Tensor.sum, torch.mean, Tensor.mean), _sum),
         **dict.fromkeys(
             (torch.var, Tensor.var, torch.std, Tensor.std, torch.var_mean, torch.std_mean, torch.norm, Tensor.norm,
-             torch.linalg.vector_norm, F.normalize, F.rms_norm, torch.rms_norm),
+             torch.linalg.norm, torch.linalg.vector_norm, F.normalize, F.rms_norm, torch.rms_norm),
             _of_contiguous,
         ),
         **dict.fromkeys(
-            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, F.sigmoid, torch.sigmoid, Tensor.sigmoid,
-             torch.special.expit, torch.exp2, Tensor.exp2,
+            (F.silu, F.gelu, F.softplus, F.mish, F.elu, F.selu, F.celu, torch.selu, torch.celu,
+             F.sigmoid, torch.sigmoid, Tensor.sigmoid, torch.special.expit, torch.exp2, Tensor.exp2,
              torch.special.exp2, torch.sinh, Tensor.sinh, torch.cosh, Tensor.cosh,
              torch.atanh, Tensor.atanh, torch.logit, Tensor.logit, torch.special.logit),
             _of_elements,

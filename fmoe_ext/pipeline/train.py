@@ -247,9 +247,7 @@ class Pipeline:
         # of each gradient, on how many ranks it is: those of stages that share it times the replicas of a stage
         params = [p for p in self.parameters() if p.grad is not None]
         grads = [p.grad for p in params if p.grad is not None]
-        copies = [
-            self._tied.num_ranks(p) * num_copies(p, self._wrapped, self.groups) for p in params
-        ]
+        copies = [self._tied.num_ranks(p) * num_copies(p, self._wrapped, self.groups) for p in params]
         counted = list(zip(grads, copies, strict=True))
         total = norm_over(counted, norm_type, [self.groups.pp, self.groups.data], self.device)
         scale_to_norm(grads, total, max_norm)

@@ -7,9 +7,11 @@ import threading
 import pytest
 import torch
 import torch.nn.functional as F
+from torch.overrides import get_overridable_functions
 from torch.utils.checkpoint import checkpoint
 
 from fmoe_ext import batch_invariant, use_batch_invariant
+from fmoe_ext.ops import in_order
 from tests.ops import instruction_sets
 
 native = torch.ops.fmoe_ext
@@ -42,6 +44,7 @@ ELEMENTWISE = {
     "logit": lambda x: torch.logit(0.5 + x / 40),
     "atan2": lambda x: torch.atan2(x, 1 - x),
     "aliases": lambda x: torch.special.exp2(torch.arctan2(x, 1 - x)).atan2_(x).sinh_().cosh_().reciprocal_(),
+    "more aliases": lambda x: torch.celu(torch.selu(x)),
     "logaddexp": lambda x: torch.logaddexp(x, -x),
     "logaddexp2": lambda x: x.logaddexp2(2 * x),
     "logaddexp of a row": lambda x: torch.logaddexp(x, x.new_ones(1)),
@@ -71,9 +74,13 @@ ROWS = {
     "sum": lambda x: x.sum(-1, keepdim=True),
     "mean": lambda x: x.pow(2).mean(-1, keepdim=True),
     "norm": lambda x: x.norm(dim=-1, keepdim=True),
+    "alias of norm": lambda x: torch.linalg.norm(x, dim=-1, keepdim=True),
     "logsumexp": lambda x: x.logsumexp(-1, keepdim=True),
     "softmax": lambda x: x.softmax(-1),
     "log_softmax": lambda x: F.log_softmax(x, -1, dtype=torch.float32),
+    "alias of logsumexp": lambda x: torch.special.logsumexp(x, -1, keepdim=True),
+    "alias of softmax": lambda x: torch.special.softmax(x, -1, dtype=torch.float32),
+    "alias of log_softmax": lambda x: torch.special.log_softmax(x, -1),
     "rms_norm": lambda x: F.rms_norm(x, x.shape[-1:]),
     "layer_norm": lambda x: F.layer_norm(x, x.shape[-1:]),
     "normalize": lambda x: F.normalize(x, dim=-1),
@@ -104,6 +111,18 @@ def test_rows_in_every_batch_and_layout_have_the_same_bits(name, dtype):
                 assert torch.equal(function(rows.contiguous()), whole), "the number of threads"
             finally:
                 torch.set_num_threads(threads)
+
+
+def test_every_alias_of_a_function_is_replaced():
+    """torch.special and torch.linalg have twins of functions, under their names, that are other objects."""
+    replaced = {_plain_name(f) for f in in_order.REPLACEMENTS}
+    functions = [f for of_module in get_overridable_functions().values() for f in of_module]
+    left = [f.__name__ for f in functions if _plain_name(f) in replaced and f not in in_order.REPLACEMENTS]
+    assert left == []
+
+
+def _plain_name(function):
+    return function.__name__.removeprefix("special_").removeprefix("linalg_")
 
 
 @pytest.mark.parametrize("size", [(0,), (3, 5), (2, 3, 5)])
@@ -281,8 +300,6 @@ def test_attention_of_a_row_without_keys_gives_zeros():
 
 
 def test_many_rows_of_attention_are_computed_in_parts(monkeypatch):
-    from fmoe_ext.ops import in_order
-
     q = randn(1, 2, 30, 8)
     mask = randn(30, 30, seed=1)
     with batch_invariant():
