@@ -17,11 +17,13 @@ import fmoe_ext
 from fmoe_ext.compat.megatron import (
     DistributedDataParallel,
     MegatronMLP,
+    add_balance_log,
     get_balance_profile,
     load_checkpoint,
     patch_forward_step,
     patch_loss_func_v2_5,
     patch_model_provider,
+    reset_gate_hook,
     save_checkpoint,
 )
 from fmoe_ext.compat.megatron.checkpoint import get_fmoe_checkpoint_name
@@ -478,6 +480,32 @@ def test_rank_resumes_as_rank_0_does(pool, tmp_path, is_v3):
     options = {"is_v3": is_v3, "no_load_rng": True, "no_load_optim": True}
     (_, there) = pool.run(functools.partial(resume, **options), str(tmp_path))
     assert there == (1, None, is_v3, draws_of(11), None)
+
+
+def log_of_stages(args, stages):
+    """Scalars that the last rank writes: stage 0 has two layers, stage 1 one, stage 2 none."""
+    rank = dist.get_rank()
+    sys.modules["megatron.mpu"].get_pipeline_model_parallel_rank = lambda: stages[rank]
+    profile = [[1.0 + rank, 3.0], [5.0 + rank], []][stages[rank]]
+    reset_gate_hook(len(profile))
+    get_balance_profile()["Lmax-over-Lmean"][:] = profile
+    scalars = {}
+    writer = SimpleNamespace(add_scalar=lambda tag, value, step: scalars.update({tag: value}))
+    add_balance_log(None, writer if rank == 1 else None, 9)
+    assert get_balance_profile()["Lmax-over-Lmean"] == [None] * len(profile)
+    reset_gate_hook(0)
+    return scalars
+
+
+@pytest.mark.parametrize(
+    ("stages", "layers"),
+    [([0, 0], [1.5, 3.0]), ([0, 1], [1.0, 3.0, 6.0]), ([0, 2], [1.0, 3.0])],
+    ids=["data parallel", "two stages", "a stage without"],
+)
+def test_balance_log_over_pipeline_stages(pool, stages, layers):
+    expected = {f"balance-Lmax-over-Lmean/layer-{i}": value for i, value in enumerate(layers)}
+    expected["balance-Lmax-over-Lmean/all"] = sum(layers) / len(layers)
+    assert pool.run(functools.partial(with_megatron, log_of_stages), stages) == [{}, expected]
 
 
 def test_copies_that_no_tag_tells_apart(pool, tmp_path):

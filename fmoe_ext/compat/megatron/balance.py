@@ -1,13 +1,14 @@
 """fmoe.megatron.balance and fmoe.balance: figures of the load of each layer, for Megatron's TensorBoard writer.
 
 The profile is one for the process, as in FastMoE: {figure: [value of each layer]}. reset_gate_hook(number of layers)
-makes it, each layer's gate_hook writes its values, add_balance_log() averages them over the ranks and empties it. A new
-program takes fmoe_ext.balance, which has more figures.
+makes it, each layer's gate_hook writes its values, add_balance_log() averages them over the ranks that have the layer
+and empties it. A new program takes fmoe_ext.balance, which has more figures.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from statistics import fmean
 from types import MappingProxyType
 from typing import Any
 
@@ -16,7 +17,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from fmoe_ext import ops
-from fmoe_ext.compat.megatron.runtime import get_args
+from fmoe_ext.compat.megatron.runtime import get_args, get_mpu
+from fmoe_ext.ep.process_groups import gather_values
 
 metrics = MappingProxyType(
     {
@@ -109,25 +111,38 @@ def generate_megatron_gate_hook(layer_idx: int, num_expert_global: int) -> Calla
 def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
     """Write the profile, averaged over the ranks, as "balance-<figure>/layer-<i>" and "/all", and empty it.
 
-    writer: a TensorBoard writer, None on ranks that do not write. Figures without a value are left out.
+    writer: a TensorBoard writer, None on ranks that do not write; all ranks call it. Figures without a value are left
+    out. Layers are numbered through the pipeline stages, whose profiles each begin at 0.
     """
+    figures: dict[str, dict[int, float]] = {}  # {figure: {layer: value}} of this rank
     for name, values in _PROFILE.figures.items():
-        # collective: ranks must have values of the same layers
-        known = [(layer, value) for layer, value in enumerate(values) if value is not None]
-        if not known:
-            continue
-        # one reduction for each figure, of all layers together
-        tensors = [v if isinstance(v, torch.Tensor) else torch.tensor(v, device="cpu") for _, v in known]
-        figures = torch.stack([x.detach().float().reshape(()) for x in tensors])
-        if dist.is_initialized():
-            dist.all_reduce(figures)
-            figures /= dist.get_world_size()
-        if writer is None:
-            continue
-        for (layer, _), figure in zip(known, figures.tolist(), strict=True):
-            writer.add_scalar(f"balance-{name}/layer-{layer}", figure, iteration)
-        writer.add_scalar(f"balance-{name}/all", figures.mean().item(), iteration)
+        known = [layer for layer, value in enumerate(values) if value is not None]
+        if known:
+            # one copy from the device for all layers
+            tensors = [torch.as_tensor(values[layer]).detach().float().reshape(()) for layer in known]
+            figures[name] = dict(zip(known, torch.stack(tensors).tolist(), strict=True))
+    ranks = [(0, _PROFILE.num_layers, figures)]
+    if dist.is_initialized():
+        try:
+            stage = get_mpu().get_pipeline_model_parallel_rank()
+        except RuntimeError:  # a program without Megatron-LM
+            stage = 0
+        ranks = gather_values((stage, _PROFILE.num_layers, figures), None)
     reset_gate_hook()
+    if writer is None:
+        return
+    num_layers = {stage: number for stage, number, _ in ranks}
+    means: dict[str, dict[int, list[float]]] = {}
+    for stage, _, of_rank in ranks:
+        first = sum(number for other, number in num_layers.items() if other < stage)
+        for name, of_layers in of_rank.items():
+            for layer, value in of_layers.items():
+                means.setdefault(name, {}).setdefault(first + layer, []).append(value)
+    for name, of_layers in means.items():
+        averages = {layer: fmean(values) for layer, values in sorted(of_layers.items())}
+        for layer, average in averages.items():
+            writer.add_scalar(f"balance-{name}/layer-{layer}", average, iteration)
+        writer.add_scalar(f"balance-{name}/all", fmean(averages.values()), iteration)
 
 
 def _balance_strategy() -> str | None:
