@@ -184,11 +184,19 @@ class Fused(ExpertKind):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Modules, one an expert. takes_count: whether each is called with its number of rows."""
+    """Modules, one an expert; takes_count() says whether one is called with its number of rows."""
 
     def __init__(self, modules: Iterable[nn.Module] | None = None):
         super().__init__(modules)
-        self.takes_count = [_takes_count(module) for module in self]
+        self._asked: dict[int, tuple[nn.Module, bool]] = {}  # by number: signatures are slow to read
+
+    def takes_count(self, idx: int) -> bool:
+        """Return whether expert idx is called with its number of rows; a module that took its place is asked anew."""
+        expert = self[idx]
+        asked = self._asked.get(idx)
+        if asked is None or asked[0] is not expert:
+            asked = self._asked[idx] = expert, _takes_count(expert)
+        return asked[1]
 
 
 _SEPARATE = (
@@ -245,7 +253,7 @@ class Separate(ExpertKind):
         """Compute expert idx on all rows."""
         # an nn.ModuleList of the user's own is called as FastMoE calls it, with the count
         experts = self.layer.experts
-        if isinstance(experts, SeparateExperts) and not experts.takes_count[idx]:
+        if isinstance(experts, SeparateExperts) and not experts.takes_count(idx):
             return experts[idx](rows)
         counts = count if isinstance(count, torch.Tensor) else torch.tensor(count, device="cpu")
         return experts[idx](rows, counts.to(torch.int64).reshape(1))

@@ -109,9 +109,6 @@ class SpreadLayer(nn.Module):
             kept = list(self.experts)[first:end]
             del self.experts[: len(self.experts)]
             self.experts.extend(kept)
-            takes_count: Any = getattr(self.experts, "takes_count", None)
-            if takes_count is not None:  # SeparateExperts: how each is called
-                self.experts.takes_count = takes_count[first:end]
             return
         for module in self.experts.modules():
             for name, p in module.named_parameters(recurse=False):

@@ -536,7 +536,7 @@ def test_only_experts_that_ask_for_it_get_their_count(expert, wrap):
     torch.manual_seed(0)
     layer = FMoE(num_expert=3, d_model=8, expert=lambda width: wrap(expert(width)), top_k=1, gate=NaiveGate)
     wants = expert in (Demanding, NamedAsByFastMoE)
-    assert layer.experts.takes_count == [wants] * 3
+    assert [layer.experts.takes_count(idx) for idx in range(3)] == [wants] * 3
     x = torch.randn(9, 8)
     chosen, weights = layer.gate(x)
     out, expected = layer(x), torch.zeros(9, 8)
@@ -550,6 +550,21 @@ def test_only_experts_that_ask_for_it_get_their_count(expert, wrap):
 
 
 CLASSES = (Scaled, Starred, Demanding, NamedAsByFastMoE)
+
+
+@pytest.mark.parametrize("experts", [(Scaled, Demanding), (Demanding, Scaled)])
+def test_expert_that_takes_the_place_of_another_is_called_its_own_way(experts):
+    """An option of its own is not taken for the number of rows, and a copy asks for itself."""
+    first, second = experts
+    layer = FMoE(num_expert=1, d_model=8, expert=first, top_k=1)
+    x = torch.randn(9, 8)
+    scale = {Scaled: 0.5, Demanding: 0.5 * 9}
+    assert torch.equal(layer.expert_fn_single(x, 9, 0), layer.experts[0].linear(x) * scale[first])
+    copied = copy.deepcopy(layer)
+    layer.experts[0] = second(8)
+    for each, kind in ((layer, second), (copied, first)):
+        expected = each.experts[0].linear(x) * scale[kind]
+        torch.testing.assert_close(each(x), expected * each.gate(x)[1])
 
 
 @pytest.mark.parametrize("first", [nn.ReLU(inplace=True), nn.SiLU(inplace=True)])
