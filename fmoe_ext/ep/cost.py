@@ -72,16 +72,17 @@ class Hardware:
         layer: Layer = Layer(512, 512),
         rows: int = 1024,
         num_experts: int = 1,
+        device: torch.device | None = None,
     ) -> Hardware:
         """Measure the ranks of a group with the shapes of a layer, and return the mean, the same on every rank.
 
         layer: its experts are computed in 16 bits if its elements have 2 bytes. rows: of each rank, sent evenly to the
-        ranks, and evenly to its num_experts experts. FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's
-        variables, override what is measured.
+        ranks, and evenly to its num_experts experts. device: where these are; None: CUDA for a group of NCCL, else the
+        CPU. FMOE_FASTER_GLBPLC_NETBW and FMOE_FASTER_GLBPLC_GPUTP, FastMoE's variables, override what is measured.
         """
         group = group or dist.group.WORLD
         assert group is not None  # there is a default group
-        device = torch.device("cuda" if backend_of(group, "cuda") == "nccl" else "cpu")
+        device = device or torch.device("cuda" if backend_of(group, "cuda") == "nccl" else "cpu")
         # 1. The links: to the ranks of this node, and to those of others.
         nodes = find_nodes(group)
         own = next(node for node in nodes if dist.get_rank(group) in node)

@@ -78,9 +78,8 @@ def update_shadows(
         # measured once for all layers, with as many rows as a rank gets on average
         if hardware is None:
             rows = min(max(sum(load) // parallel.size, 1), _MEASURED_ROWS)
-            hardware = Hardware.measure(
-                find_group(parallel.group), sizes, rows, min(rows, parallel.num_local_experts)
-            )
+            num_experts, group = min(rows, parallel.num_local_experts), find_group(parallel.group)
+            hardware = Hardware.measure(group, sizes, rows, num_experts, weights[0].device)
         places = choose_shadows([load[e] for e in order], parallel.size, sizes, hardware, max_shadows)
         parallel.shadows = chosen[name] = tuple(order[place] for place in places)
     return chosen

@@ -99,6 +99,7 @@ def simulate(
     """Compute {policy: mean seconds of a step}; every `every` steps a new placement is planned and experts move."""
     num_experts = len(loads[0])
     num_local = num_experts // num_ranks
+    num_chunks = min(num_chunks, num_local)  # a chunk is some experts of a rank, as in the layer
     in_place = list(range(num_experts))  # experts in the order of their places
     window = [0] * num_experts  # the load of each expert since the last placement
     sums = dict.fromkeys(_POLICIES, 0.0)
@@ -174,7 +175,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     add("--device", choices=sorted(_DEVICES), default="h100")
     add("--skew", type=not_negative_float, default=0.6, help="of drawn loads; 0 is even")
     add("--steps", type=positive_int, default=40)
-    add("--chunks", type=positive_int, default=4, help="overlap_degree")
+    add("--chunks", type=positive_int, default=4, help="overlap_degree; at most the experts of a rank")
     add("--every", type=positive_int, default=20, help="steps between placements")
     add_json(parser)
 

@@ -4,6 +4,7 @@ import functools
 import itertools
 import os
 from dataclasses import replace
+from unittest import mock
 
 import pytest
 import torch
@@ -106,6 +107,19 @@ def numbers_of_fastmoe():
     finally:
         os.environ.pop("FMOE_FASTER_GLBPLC_NETBW")
         os.environ.pop("FMOE_FASTER_GLBPLC_GPUTP", None)
+
+
+def measured_on():
+    layer = FMoETransformerMLP(2, D, 5, world_size=2).to("meta")
+    fast = Hardware(bandwidth=1e9, throughput=1e12)
+    with mock.patch.object(Hardware, "measure", return_value=fast) as measure:
+        update_shadows(layer)
+    return measure.call_args.args[-1]
+
+
+def test_hardware_is_measured_where_the_experts_are(pool):
+    """A group of gloo carries experts of a GPU too."""
+    assert pool.run(measured_on, world_size=2) == [torch.device("meta")] * 2
 
 
 def test_numbers_of_fastmoe(pool):
