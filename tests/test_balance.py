@@ -210,6 +210,33 @@ def test_forwards_are_summed_as_one_by_one():
     assert noted.num_steps == 75
 
 
+def test_experts_stay_idle_over_the_replays_of_a_graph(monkeypatch):
+    """Forwards noted before the capture come before its replays, however late they are summed up."""
+
+    def count(*experts):
+        counters.count(torch.tensor([experts]), torch.ones(1, len(experts)))
+
+    def replay(*experts):
+        with monkeypatch.context() as patch:
+            patch.setattr("fmoe_ext.balance.counters._is_captured", lambda x: True)
+            count(*experts)
+
+    counters = balance.LayerCounters(3, "cpu")
+    count(0, 1)
+    count(0, 2)
+    for _ in range(4):
+        replay(0)
+    replay(2)
+    replay(0)
+    assert counters.idle_steps.tolist() == [0, 7, 1]
+    replay(0)
+    count(1)  # without a graph before or behind it
+    replay(0)
+    assert counters.idle_steps.tolist() == [0, 1, 4]
+    assert counters.tokens_per_expert.tolist() == [9, 2, 2]
+    assert counters.num_steps == 11
+
+
 def test_counters_that_move_in_inference_mode_go_on_in_training():
     """They move to the device of the first forward: to meta as to a GPU."""
     counters = balance.LayerCounters(3, "cpu")

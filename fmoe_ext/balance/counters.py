@@ -10,7 +10,8 @@ Counting must cost a step little and must never wait for the device. So it has t
     sum_up()   every _MAX_NOTED forwards, or when a sum is read: adds what was noted, by a few operations a forward
 
 A compiled program and a CUDA graph replay operators without this code, so that nothing would be summed up later: there
-each forward is added at once.
+each forward is added at once. Forwards that were noted before a graph was captured are summed up after its replays, but
+count as before them for idle_steps, the one counter that depends on order; once there is a graph nothing is noted.
 """
 
 import math
@@ -61,6 +62,8 @@ class LayerCounters:
 
     def __init__(self, num_experts: int, device: torch.device | str) -> None:
         self._noted: list[_Forward] = []
+        self._has_graph = False  # a CUDA graph adds forwards too
+        self._num_replayed = torch.zeros((), dtype=torch.int64, device=device)  # by graphs, since sum_up()
         self._lock = threading.RLock()  # threads may count at once; reset() holds it while it sums up
         self._num_experts = num_experts
         self._sums = {name: torch.zeros((), dtype=torch.int64, device=device) for name in self.NAMES}
@@ -74,6 +77,7 @@ class LayerCounters:
         with self._lock, torch.inference_mode(False):
             self.sum_up()
             self._sums = {name: value.to(device) for name, value in self._sums.items()}
+            self._num_replayed = self._num_replayed.to(device)
 
     @torch.no_grad()
     def count(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, top_k: int | None = None) -> None:
@@ -88,10 +92,19 @@ class LayerCounters:
             # of many tokens every n-th speaks for n
             topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // _ENTROPY_SAMPLE)].clone(),
         )
-        if torch.compiler.is_compiling() or (topk_idx.is_cuda and torch.cuda.is_current_stream_capturing()):
+        if torch.compiler.is_compiling():
             self._add([forward])
             return
+        if _is_captured(topk_idx):
+            self._has_graph = True
+            self._add([forward])
+            self._num_replayed += 1
+            return
         with self._lock:
+            if self._has_graph:
+                self.sum_up()
+                self._add([forward])
+                return
             self._noted.append(forward)
             if len(self._noted) >= _MAX_NOTED:
                 self.sum_up()
@@ -102,7 +115,9 @@ class LayerCounters:
         with self._lock:
             noted, self._noted = self._noted, []
             if noted:
-                self._add(noted)
+                self._add(noted, self._num_replayed)
+            if self._has_graph:
+                self._num_replayed.zero_()
 
     def reset(self) -> None:
         """Set the sums to zero, except how long experts have been idle."""
@@ -111,14 +126,19 @@ class LayerCounters:
                 if name != "idle_steps":
                     getattr(self, name).zero_()
 
-    def _add(self, noted: Sequence[_Forward]) -> None:
-        """Add forwards to the sums, by a few operations each; none waits for the device."""
+    def _add(self, noted: Sequence[_Forward], num_since: torch.Tensor | int = 0) -> None:
+        """Add forwards to the sums, by a few operations each; none waits for the device.
+
+        num_since: forwards after these that are in the sums already.
+        """
         sums, num = self._sums, len(noted)
         loads = torch.stack([forward.load for forward in noted])  # [num, E]
         sums["tokens_per_expert"] += loads.sum(0)
         numbers = torch.arange(1, num + 1, device=loads.device).unsqueeze(1)
         last = (numbers * (loads > 0)).amax(0)  # [E], the last forward with a token, 0 for none
-        sums["idle_steps"].mul_(last == 0).add_(num - last)
+        idle = sums["idle_steps"]
+        idle_now = torch.where(last == 0, idle + num, num - last + num_since)
+        idle.copy_(torch.where(idle < num_since, idle, idle_now))  # fewer: it has had a token since
         # one by one: a forward with more choices than wanted must not hide what another dropped
         for forward, num_kept in zip(noted, loads.sum(1), strict=True):
             sums["num_dropped"] += (forward.num_wanted - num_kept).clamp(min=0)
@@ -139,3 +159,8 @@ class LayerCounters:
                 [sample.sum() * each for sample, each in zip(samples, per_token, strict=True)]
             )
             sums["gate_entropy_sum"] += total.sum() / math.log(max(top_k, 2))
+
+
+def _is_captured(x: torch.Tensor) -> bool:
+    """Return whether a CUDA graph records what is done with x."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
