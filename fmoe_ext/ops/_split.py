@@ -11,9 +11,10 @@ engine takes the younger), computes everything in one go and leaves the inputs' 
 it wants the inputs only, _Inputs computes those and leaves what _Weights will read. Nothing depends on that order but
 the time it takes; what was left is used only for the very gradient of y that it was computed from.
 
-Elsewhere the product is one node, _Whole, which takes less time on the host. Code of your own that splits a backward
-gets right gradients from it, and saves time if it imports torch.distributed.pipelining before the forward. Products
-that add to a main gradient are always three nodes: gradients of the inputs alone must not add anything.
+Elsewhere, and in selective checkpoints, the product is one node, _Whole, which takes less time on the host. Code of
+your own that splits a backward gets right gradients from it, and saves time if it imports torch.distributed.pipelining
+before the forward. A product that adds to a main gradient (main_grad.py) is always three nodes: autograd does not tell
+_Whole that it wants the gradients of the inputs alone, which must not add anything.
 """
 
 import sys

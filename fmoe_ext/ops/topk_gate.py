@@ -2,9 +2,11 @@
 
     logits [T, E]  ->  topk_idx [T, K], the best K experts of each token  ->  topk_weights [T, K], their scores
 
-The choice has no gradient. The weights have one, which a backward computes from logits and choices alone, so no scores
-are kept. Experts are compared by logit where that orders them as their scores do: two large logits may have the same
-softmax after rounding, and which expert is better must not depend on that. Three forms, equal bits for equal choices:
+The choice has no gradient. The weights have one, which a backward computes from logits, choices and weights, so that
+the scores of all E experts need not be kept. Where logits order experts as their scores would, experts are compared by
+logit: two large logits may have the same softmax after rounding, and the better one has to win all the same.
+
+Three forms, with equal bits for equal choices:
 
 * topk_gate is the operator, with its gradient as a node of autograd;
 * topk_gate_of_linear is a gate's linear layer, choice and balance loss as one node: in a small layer each node and
