@@ -195,6 +195,18 @@ def test_same_bits_on_ranks(built, tmp_path, size, names):
     run_distributed(train_rank, size, str(tmp_path), names, str(built / "libparity.so"))
 
 
+def device_of_counts(library):
+    torch.ops.load_library(library)
+    groups = [dist.group.WORLD, dist.new_group(backend="cuda:gloo"), dist.new_group(backend="cpu:gloo,cuda:gloo")]
+    return [torch.ops.fmoe_parity.counts_on(group.group_name) for group in groups]
+
+
+def test_gates_count_where_the_group_has_a_backend(built):
+    """A group of NCCL alone reduces no tensor of the CPU; here gloo takes its part."""
+    for devices in run_distributed(device_of_counts, 2, str(built / "libparity.so")):
+        assert devices == ["cpu", "cuda", "cpu"]
+
+
 def write_if_new(path, text):
     """Keeps the time of a file that has this text, so that a second run builds nothing."""
     if not path.exists() or path.read_text() != text:

@@ -156,10 +156,16 @@ std::vector<double> step_seconds(int64_t tokens, int64_t steps) {
   return seconds;
 }
 
+// Where the gates of a layer over a group count tokens: "cuda" if the group has no other backend, else "cpu".
+std::string counts_on(const std::string& group_name) {
+  return fmoe::GroupRanks(c10d::resolve_process_group(group_name)).device.str();
+}
+
 }  // namespace
 
 TORCH_LIBRARY(fmoe_parity, m) {
   m.def("run_case(str folder, str name, str group_name) -> ()", &run_case);
+  m.def("counts_on(str group_name) -> str", &counts_on);
   m.def("step_seconds(int tokens, int steps) -> float[]", &step_seconds);
   m.def("forward(Tensor x, Tensor? valid) -> Tensor", &forward);
   m.def("noisy_loss(Tensor x, Tensor w_gate, Tensor w_noise) -> Tensor[]", &noisy_loss);

@@ -2,6 +2,7 @@
 // GroupRanks for a c10d group. The same as fmoe_ext/ep/ranks.py and OneRank of fmoe_ext/gates/base_gate.py.
 #pragma once
 
+#include <algorithm>
 #include <memory>
 #include <vector>
 
@@ -46,6 +47,15 @@ inline Tensor all_reduce(Tensor x, const Group& group) {
   return x;
 }
 
+// The device of tensors that the host reads after a collective call: CUDA if the group has no other backend.
+inline at::Device host_device(const Group& group) {
+  const auto devices = group->getDeviceTypes();
+  const auto has = [&](at::DeviceType type) {
+    return std::any_of(devices.begin(), devices.end(), [&](const at::Device& d) { return d.type() == type; });
+  };
+  return has(at::kCUDA) && !has(at::kCPU) ? at::kCUDA : at::kCPU;
+}
+
 struct SumOverRanks : Function<SumOverRanks> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, Group group) {
     ctx->saved_data["factor"] = static_cast<double>(group->getSize());
@@ -85,8 +95,7 @@ inline std::vector<Tensor> gather_rows(const Tensor& x, const Group& group) {
 
 // The ranks of a c10d group: a gate's losses and capacities span all their tokens.
 struct GroupRanks : Ranks {
-  explicit GroupRanks(Group group_, at::Device device_ = at::kCPU)
-      : group(std::move(group_)), device(device_) {}
+  explicit GroupRanks(Group group_) : group(std::move(group_)), device(detail::host_device(group)) {}
 
   int64_t rank() const override { return group->getRank(); }
   int64_t size() const override { return group->getSize(); }
@@ -112,7 +121,7 @@ struct GroupRanks : Ranks {
   }
 
   Group group;
-  at::Device device;
+  at::Device device;  // of numbers that the host reads
 };
 
 }  // namespace fmoe
