@@ -2,7 +2,7 @@
 
     find      a model kind names the MLPs, each a Target with the weights that could be read (target.py, recognize.py)
     select    layers= keeps some of them
-    build     an FMoETransformerMLP for each, filled from its MLP or at random (build.py, upcycle.py)
+    build     an FMoETransformerMLP for each, filled from its MLP or at random (build.py)
     replace   the layers take the MLPs' places, attention masks become padding (padding.py), the report is written
 
 All that may fail happens before the first layer of a model is replaced.

@@ -125,6 +125,7 @@ def test_errors_leave_the_model_as_it_was(model, options, text):
 
 
 def test_fmoefy_without_mlps_names_what_it_sought():
+    pytest.importorskip("transformers")  # it asks the libraries that a program has imported
     with pytest.raises(ValueError) as error:
         fmoefy(nn.Linear(3, 3), 4)
     for text in ("nn.TransformerEncoderLayer", "Hugging Face Transformers", "match="):

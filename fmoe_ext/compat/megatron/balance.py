@@ -132,14 +132,14 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
     if writer is None:
         return
     num_layers = {stage: number for stage, number, _ in ranks}
-    means: dict[str, dict[int, list[float]]] = {}
+    means: dict[str, dict[int, list[float]]] = {}  # {figure: {layer of all stages: values of the ranks}}
     for stage, _, of_rank in ranks:
         first = sum(number for other, number in num_layers.items() if other < stage)
         for name, of_layers in of_rank.items():
             for layer, value in of_layers.items():
                 means.setdefault(name, {}).setdefault(first + layer, []).append(value)
-    for name, of_layers in means.items():
-        averages = {layer: fmean(values) for layer, values in sorted(of_layers.items())}
+    for name, of_ranks in means.items():
+        averages = {layer: fmean(values) for layer, values in sorted(of_ranks.items())}
         for layer, average in averages.items():
             writer.add_scalar(f"balance-{name}/layer-{layer}", average, iteration)
         writer.add_scalar(f"balance-{name}/all", fmean(averages.values()), iteration)
