@@ -197,7 +197,11 @@ def test_same_bits_on_ranks(built, tmp_path, size, names):
 
 def device_of_counts(library):
     torch.ops.load_library(library)
-    groups = [dist.group.WORLD, dist.new_group(backend="cuda:gloo"), dist.new_group(backend="cpu:gloo,cuda:gloo")]
+    groups = [
+        dist.group.WORLD,
+        dist.new_group(backend="cuda:gloo"),
+        dist.new_group(backend="cpu:gloo,cuda:gloo"),
+    ]
     return [torch.ops.fmoe_parity.counts_on(group.group_name) for group in groups]
 
 

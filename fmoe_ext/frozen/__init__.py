@@ -2,7 +2,7 @@
 
     formats/, quantized.py   packed formats, and a weight of all experts in one of them
     frozen_gemm.py           a product with a packed weight
-    frozen_mlp.py            the two layers of experts with adapters; borrowed.py, the same of streamed weights
+    frozen_mlp.py            the two layers of experts with adapters, of streamed weights too
     kept.py                  decoded copies that wait for the backward, on CUDA
     rounding.py              rounds a packed weight with an adapter to its format again
 

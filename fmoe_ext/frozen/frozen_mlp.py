@@ -8,10 +8,19 @@ would write all experts' weights anew in each step, and round the sum. For the g
 
 On the CPU one operator computes a chunk of rows through both layers (csrc/frozen_mlp.cpp); on CUDA composed() and
 composed_backward() below do, by grouped_gemm. Experts of Transformers' models call frozen_mlp() where they are packed
-or have adapters (huggingface/experts.py), FMoE's where lora.fuse() gave them adapters. borrowed.py calls the two
-operators directly, for streamed experts.
+or have adapters (huggingface/experts.py), FMoE's where lora.fuse() gave them adapters.
+
+frozen_mlp_borrowing() is for streamed experts (finetune/streaming/parts.py). Where a layer is larger than its buffers,
+it is computed in parts, and a later part is read over an earlier one. A weight that autograd saved would have to stay
+until the backward, and with it the buffer. So _Rows saves rows, adapters and what the operator keeps, and asks for the
+weights again in the backward.
+
+Names: b1 and b2 are biases of w1 and w2, (a1, lb1) and (a2, lb2) the matrices of their adapters.
 """
 
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -34,6 +43,7 @@ from fmoe_ext.ops._autograd import (
 )
 from fmoe_ext.ops.activations import FUNCTIONS, activation_number
 from fmoe_ext.ops.arguments import FrozenMlp, FrozenMlpBackward
+from fmoe_ext.ops.batch_invariant import batch_invariant_kernels, is_batch_invariant
 from fmoe_ext.ops.expert_mlp import expert_mlp_ref
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
 from fmoe_ext.ops.permute import permute, unpermute
@@ -83,8 +93,8 @@ def frozen_mlp(
     number = activation_number(activation)
     chooser.before(x)  # on a GPU, kernels are chosen before the product
     (a1, lb1, scale1), (a2, lb2, scale2) = lora1 or (None, None, 1.0), lora2 or (None, None, 1.0)
-    data1, packing1, b1, lb1 = operands(w1, b1, lb1)
-    data2, packing2, b2, lb2 = operands(w2, b2, lb2)
+    data1, packing1, b1, lb1 = _operands(w1, b1, lb1)
+    data2, packing2, b2, lb2 = _operands(w2, b2, lb2)
     *packing2, is_interleaved = packing2
     if is_interleaved:
         raise RuntimeError("w2 must not have interleaved rows: only gates and ups of w1 alternate")
@@ -115,7 +125,7 @@ def frozen_mlp(
     return kept.call_with_ticket(torch.ops.fmoe_ext.frozen_mlp, x.device, *arguments)[0]
 
 
-def operands(weight: torch.Tensor | Quantized, *of_rows: torch.Tensor | None) -> tuple[Any, ...]:
+def _operands(weight: torch.Tensor | Quantized, *of_rows: torch.Tensor | None) -> tuple[Any, ...]:
     """Return the weight or its bytes, its packing (scale, zero, format, interleaved), and of_rows, gates before ups.
 
     of_rows: what has an entry for each row of the weight in its first dimension after E: bias, b of an adapter.
@@ -144,7 +154,7 @@ def frozen_mlp_ref(
 ) -> torch.Tensor:
     """Compute frozen_mlp by expert_mlp_ref, its oracle, with the adapters added to the decoded weights."""
     if isinstance(w1, Quantized):
-        _, _, b1, lb1 = operands(w1, b1, None if lora1 is None else lora1.b)
+        _, _, b1, lb1 = _operands(w1, b1, None if lora1 is None else lora1.b)
         lora1 = None if lora1 is None else lora1._replace(b=lb1)
         w1 = w1.dequantize(x.dtype)
     if isinstance(w2, Quantized):
@@ -356,3 +366,81 @@ def composed_backward(*arguments: Any) -> tuple[torch.Tensor, ...]:
 
 _library.impl("frozen_mlp", composed, "CUDA")
 _library.impl("frozen_mlp_backward", composed_backward, "CUDA")
+
+
+@dataclass(frozen=True)
+class Borrowed:
+    """The source of the weights of one call, and what it computes with them."""
+
+    forward: Callable[[], Any]  # -> (w1, w2), float or Quantized, which nothing keeps afterwards
+    backward: Callable[[], Any]  # the same, for the backward
+    offs: torch.Tensor  # [E]: ends of the experts' rows
+    activation: str  # of frozen_mlp
+    scales: tuple[float, float]  # of the adapters of w1 and w2
+
+
+def frozen_mlp_borrowing(
+    borrowed: Borrowed,
+    x_rows: torch.Tensor,
+    row_weights: torch.Tensor,
+    a1: torch.Tensor | None,
+    lb1: torch.Tensor | None,
+    a2: torch.Tensor | None,
+    lb2: torch.Tensor | None,
+    b1: torch.Tensor | None,
+    b2: torch.Tensor | None,
+) -> torch.Tensor:
+    """Compute experts of x_rows [R, D], times row_weights [R, 1]: frozen_mlp(combine=False) of rows in experts' order.
+
+    Raises RuntimeError for biases that require a gradient.
+    """
+    tensors = x_rows, row_weights, a1, lb1, a2, lb2, b1, b2
+    if torch.is_grad_enabled() and any(b is not None and b.requires_grad for b in (b1, b2)):
+        raise RuntimeError("biases of streamed experts are frozen: leave them out of what is trained")
+    save = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    rows: torch.Tensor = _Rows.apply(borrowed, save, *tensors)
+    return rows
+
+
+class _Rows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, borrowed: Borrowed, save: bool, *tensors: Any) -> torch.Tensor:
+        x, row_weights, a1, lb1, a2, lb2, b1, b2 = tensors
+        w1, w2 = borrowed.forward()
+        w1, packing1, b1, lb1 = _operands(w1, b1, lb1)
+        w2, packing2 = _operands(w2)
+        y, *kept = torch.ops.fmoe_ext.frozen_mlp(
+            x, *_in_order(x), borrowed.offs, w1, b1, w2, b2, row_weights,
+            activation_number(borrowed.activation), False, save, *packing1, *packing2[:3],
+            a1, lb1, borrowed.scales[0], a2, lb2, borrowed.scales[1],
+        )  # fmt: skip
+        ctx.borrowed, ctx.is_batch_invariant = borrowed, is_batch_invariant()
+        ctx.save_for_backward(*tensors, *kept)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Any, ...]:
+        x, row_weights, a1, lb1, a2, lb2, _, b2, h, u1, u2 = ctx.saved_tensors
+        borrowed = ctx.borrowed
+        w1, w2 = borrowed.backward()
+        w1, packing1, lb1 = _operands(w1, lb1)
+        w2, packing2 = _operands(w2)
+        of_x, of_row_weights, *of_adapters = wanted = ctx.needs_input_grad[2:8]
+        with batch_invariant_kernels() if ctx.is_batch_invariant else nullcontext():
+            dx, *found, drow_weights = torch.ops.fmoe_ext.frozen_mlp_backward(
+                grads[0], x, *_in_order(x), borrowed.offs, w1, w2, b2, row_weights, h, u1, u2,
+                activation_number(borrowed.activation), False, [of_x, *of_adapters, of_row_weights],
+                *packing1, *packing2[:3], a1, lb1, borrowed.scales[0], a2, lb2, borrowed.scales[1],
+            )  # fmt: skip
+        is_interleaved = packing1[3]
+        if is_interleaved and of_adapters[1]:
+            # lb1 went in with gates first: back to gate, up, gate, up, ...
+            found[1] = torch.stack(found[1].chunk(2, 1), 2).flatten(1, 2)
+        results = (g if w else None for g, w in zip((dx, drow_weights, *found), wanted, strict=True))
+        return None, None, *results, None, None
+
+
+def _in_order(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Make row_idx and inverse for rows that are in the experts' order, with one choice each: the identity."""
+    rows = torch.arange(x.shape[0], dtype=torch.int32, device=x.device)
+    return rows, rows[:, None]

@@ -6,8 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fmoe_ext.adapters import Lora
 from fmoe_ext.frozen import frozen_mlp, frozen_mlp_ref
-from fmoe_ext.frozen.borrowed import Borrowed, frozen_mlp_borrowing
-from fmoe_ext.frozen.frozen_mlp import composed, composed_backward
+from fmoe_ext.frozen.frozen_mlp import Borrowed, composed, composed_backward, frozen_mlp_borrowing
 from fmoe_ext.ops import expert_mlp
 from fmoe_ext.ops.activations import ACTIVATIONS, activation_number
 from fmoe_ext.testing import assert_close

@@ -116,11 +116,11 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
     """
     figures: dict[str, dict[int, float]] = {}  # {figure: {layer: value}} of this rank
     for name, values in _PROFILE.figures.items():
-        known = [layer for layer, value in enumerate(values) if value is not None]
+        known = [(layer, value) for layer, value in enumerate(values) if value is not None]
         if known:
-            # one copy from the device for all layers
-            tensors = [torch.as_tensor(values[layer]).detach().float().reshape(()) for layer in known]
-            figures[name] = dict(zip(known, torch.stack(tensors).tolist(), strict=True))
+            tensors = [v if isinstance(v, Tensor) else torch.tensor(v, device="cpu") for _, v in known]
+            of_layers = torch.stack([x.detach().float().reshape(()) for x in tensors])
+            figures[name] = dict(zip((layer for layer, _ in known), of_layers.tolist(), strict=True))
     ranks = [(0, _PROFILE.num_layers, figures)]
     if dist.is_initialized():
         try:
@@ -135,8 +135,8 @@ def add_balance_log(model: Any, writer: Any, iteration: int) -> None:
     means: dict[str, dict[int, list[float]]] = {}  # {figure: {layer of all stages: values of the ranks}}
     for stage, _, of_rank in ranks:
         first = sum(number for other, number in num_layers.items() if other < stage)
-        for name, of_layers in of_rank.items():
-            for layer, value in of_layers.items():
+        for name, by_layer in of_rank.items():
+            for layer, value in by_layer.items():
                 means.setdefault(name, {}).setdefault(first + layer, []).append(value)
     for name, of_ranks in means.items():
         averages = {layer: fmean(values) for layer, values in sorted(of_ranks.items())}

@@ -10,7 +10,7 @@ to be computed and what fits (Streamed._forward):
 
 Autograd would keep the weights for the backward, and with them the buffer. So for a whole layer hooks for saved tensors
 make it keep their places in the buffer, and the backward leases the buffer anew (_pack, _unpack); parts are borrowed
-for the forward, and once more for the backward (frozen/borrowed.py).
+for the forward, and once more for the backward (frozen/frozen_mlp.py).
 """
 
 from __future__ import annotations

@@ -25,7 +25,7 @@ from torch import Tensor
 from fmoe_ext import ops
 from fmoe_ext.adapters import Lora
 from fmoe_ext.finetune.streaming.pool import Part, Phase
-from fmoe_ext.frozen.borrowed import Borrowed, frozen_mlp_borrowing
+from fmoe_ext.frozen.frozen_mlp import Borrowed, frozen_mlp_borrowing
 from fmoe_ext.huggingface.experts import activation_of, compute
 from fmoe_ext.huggingface.lattice import is_rounded
 from fmoe_ext.recompute import is_repeated
