@@ -26,6 +26,7 @@ from fmoe_ext.compat.layers import (
 _TREE = MappingProxyType(
     {
         "balance": ("megatron.balance", "metrics reset_balance_profile update_balance_profile"),
+        "megatron.utils": ("megatron.runtime", "add_fmoe_args"),
         "distributed": ("layers", "DistributedGroupedDataParallel"),
         "linear": ("layers", "FMoELinear MOELinear draw_as_fastmoe"),
         "transformer": ("layers", "FMoETransformerMLP _Expert"),

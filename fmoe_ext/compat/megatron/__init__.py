@@ -10,7 +10,7 @@ from fmoe_ext.compat.megatron.checkpoint import load_checkpoint, save_checkpoint
 from fmoe_ext.compat.megatron.distributed import DistributedDataParallel
 from fmoe_ext.compat.megatron.layers import MegatronMLP, fmoefy
 from fmoe_ext.compat.megatron.patch import patch_forward_step, patch_loss_func_v2_5, patch_model_provider
-from fmoe_ext.compat.megatron.utils import add_fmoe_args
+from fmoe_ext.compat.megatron.runtime import add_fmoe_args
 
 __all__ = [
     "DistributedDataParallel",

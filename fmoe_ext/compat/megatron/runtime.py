@@ -1,4 +1,4 @@
-"""Read Megatron-LM's options, process groups and stacks of layers, for v2.2 to v3.0.2.
+"""Read Megatron-LM's options, process groups and stacks of layers, for v2.2 to v3.0.2; add FastMoE's options to it.
 
 Megatron itself is not imported: whatever version a program has imported is found in sys.modules. The layout:
 
@@ -10,6 +10,7 @@ Megatron itself is not imported: whatever version a program has imported is foun
 
 from __future__ import annotations
 
+import argparse
 import sys
 from typing import Any
 
@@ -24,6 +25,21 @@ _STACKS_OF_VERSION = (
     (None, ("transformer", "encoder", "decoder")),
 )
 EXPERTS_TAG = "experts"  # param.dp_comm of experts that tensor-parallel ranks have copies of
+
+
+def add_fmoe_args(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """Add FastMoE's options to Megatron's parser; --num-experts becomes --fmoe-num-experts where it is taken."""
+    group = parser.add_argument_group(title="fastmoe")
+    group.add_argument("--fmoefy", action="store_true", help="replace the MLPs by MoE layers")
+    try:
+        group.add_argument("--num-experts", type=int, default=None, help="experts of each rank")
+    except argparse.ArgumentError:
+        group.add_argument("--fmoe-num-experts", type=int, default=None, help="experts of each rank")
+    group.add_argument("--top-k", type=int, default=2, help="experts of each token")
+    group.add_argument("--balance-loss-weight", type=float, default=1, help="factor of the balance loss")
+    group.add_argument("--balance-strategy", type=str, default=None, help="gate: naive, noisy, gshard, ...")
+    group.add_argument("--hidden-hidden-size", type=int, default=None, help="hidden width of an expert")
+    return parser
 
 
 def get_args() -> Any:
