@@ -9,6 +9,7 @@ off, unless FMOE_GPU_KERNELS trusts them unproved. Operators ask through ops/cho
 Several devices have one set of switches: on is what the proofs of all of them allow.
 """
 
+import inspect
 import itertools
 import threading
 import warnings
@@ -211,7 +212,11 @@ class Selection:
             # last: from here on products of this device are computed without the lock
             self._choices[device] = choice
         if choice.warning:
-            warnings.warn(choice.warning, stacklevel=5)
+            # at the user's line, which is behind operators, layers and torch's modules
+            frame, level = inspect.currentframe(), 1
+            while frame and frame.f_globals.get("__name__", "").partition(".")[0] in ("fmoe_ext", "torch"):
+                frame, level = frame.f_back, level + 1
+            warnings.warn(choice.warning, stacklevel=level)
         if key and proof and proof.is_of_another:
             self.race(device, key)
 

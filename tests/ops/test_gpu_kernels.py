@@ -133,8 +133,9 @@ def call():
 def test_warns_once_and_takes_the_portable_kernels(switches, monkeypatch):
     selection(monkeypatch).prepare()
     assert switches.on == []  # before any call
-    with pytest.warns(UserWarning, match="python -m fmoe_ext.gpu prove"):
+    with pytest.warns(UserWarning, match="python -m fmoe_ext.gpu prove") as caught:
         call()
+    assert caught[0].filename == __file__, "the line that called the operator"
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         call()
