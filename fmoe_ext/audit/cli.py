@@ -9,8 +9,9 @@ from typing import Any
 from fmoe_ext._cli import add_json, as_json, positive_float, positive_int
 from fmoe_ext.audit.cases import ACCUMULATION, DTYPES, PADDING, RECOMPUTATION, AuditError
 from fmoe_ext.audit.report import AuditReport, PlanReport, Result
-from fmoe_ext.audit.rollout import RolloutReport, audit_rollout, load_model
+from fmoe_ext.audit.rollout import RolloutReport, audit_rollout
 from fmoe_ext.audit.run import audit, audit_plan
+from fmoe_ext.audit.source import load_model
 
 # {option: (default, help)}
 _AXES = MappingProxyType(

@@ -1,7 +1,7 @@
 """Recipes and models that a user names or gives: sendable() makes what recipe_at() takes in every other process.
 
 audit() (run.py) calls the first, each rank the second. find() and load_module() import what a name of the command line
-says, for the doctor and audit_plan() too.
+says, for the doctor and audit_plan() too; load_model() loads the model of a rollout.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
 from fmoe_ext.audit.shrink import shrunk_config, vocabulary_of
 
 _NUM_SAMPLES, _SEQ_LEN = 12, 8  # of the batches that are made here
+_LARGEST = 1 << 24  # parameters of a model that is trained at its own size
 
 
 @dataclass(frozen=True)
@@ -105,6 +106,14 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
         recipe = what
     elif isinstance(what, nn.Module) and is_of_transformers(what):
+        # sizes of a vision tower and of the text model depend on each other, in another way in each model
+        inner = [name for name in getattr(what.config, "sub_configs", ()) if getattr(what.config, name, None)]
+        size = sum(p.numel() for p in what.parameters())
+        if inner and size > _LARGEST:
+            raise AuditError(
+                f"{type(what).__name__} has {size:,} parameters, and no small one can be made of it, because its "
+                f"configuration is made of {' and '.join(inner)}: give a model of at most {_LARGEST:,} parameters"
+            )
         small = shrunk_config(what.config, type(what))
         defaults: dict[str, Any] = {
             "build": FromConfig(type(what), small),
@@ -115,9 +124,9 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
             },
         }
         if "batch" not in parts:
-            size = vocabulary_of(small, "give batch=, batch(step) -> dict of tensors")
+            vocabulary = vocabulary_of(small, "give batch=, batch(step) -> dict of tensors")
             with_positions = "position_ids" in inspect.signature(what.forward).parameters
-            defaults["batch"] = RandomTokens(size, with_positions)
+            defaults["batch"] = RandomTokens(vocabulary, with_positions)
         recipe = Recipe(**(defaults | parts))
     elif isinstance(what, nn.Module):
         try:
@@ -149,6 +158,33 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
                 "functions cannot"
             ) from error
     return recipe
+
+
+def load_model(source: str, text: str | None) -> tuple[Any, torch.Tensor | None]:
+    """Load (model, tokens [1, L] of text or None): a folder of Transformers, or what "module:function" returns."""
+    if ":" in source:
+        if text is not None:
+            raise AuditError(
+                f"--text is for the tokenizer of a folder: let {source} return (model, tokens) instead"
+            )
+        made = find(source)()
+        return made if isinstance(made, tuple) else (made, None)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from fmoe_ext.checkpoint.errors import CheckpointError
+    from fmoe_ext.checkpoint.model_folder import local_path
+
+    try:
+        folder = local_path(source)
+        if not folder.is_dir():
+            raise AuditError(f"{source} is no folder of a model of Transformers and no module:function")
+        options = {"local_files_only": True, "trust_remote_code": False}
+        model, tokens = AutoModelForCausalLM.from_pretrained(folder, dtype="auto", **options), None
+        if text is not None:
+            tokens = AutoTokenizer.from_pretrained(folder, **options)(text, return_tensors="pt").input_ids
+    except (CheckpointError, OSError, ValueError) as error:
+        raise AuditError(f"{source} cannot be loaded: {error}") from error
+    return model, tokens
 
 
 def find(place: str) -> Callable[[], Any]:

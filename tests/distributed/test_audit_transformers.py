@@ -79,9 +79,28 @@ def test_finds_an_optimizer_that_misses_routers(pool):
     assert report.facts.not_updated == [f"model.layers.{i}.mlp.gate.weight" for i in (0, 1)]
 
 
-def images_model():
+def images_model(**text):
+    """A model whose configuration is made of text_config and vision_config; text: of the first."""
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    config = transformers.Qwen3VLMoeConfig(
+        text_config={
+            **{"vocab_size": 64, "hidden_size": 16, "intermediate_size": 16, "moe_intermediate_size": 8},
+            **{"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8},
+            **{"num_experts": 4, "num_experts_per_tok": 2},
+            **text,
+        },
+        vision_config={**vision, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]},
+    )
     with torch.device("meta"):
-        return transformers.Qwen3VLMoeForConditionalGeneration(transformers.Qwen3VLMoeConfig())
+        return transformers.Qwen3VLMoeForConditionalGeneration(config)
+
+
+def test_model_of_several_configurations_is_trained_at_its_size_or_refused():
+    small = images_model()
+    made = sendable(small, batch=RandomTokens(64)).build(None)
+    assert [p.shape for p in made.parameters()] == [p.shape for p in small.parameters()]
+    with pytest.raises(AuditError, match="Qwen3VLMoe.*made of vision_config and text_config.*at most 16,777,216"):
+        sendable(images_model(vocab_size=1 << 20), batch=RandomTokens(64))
 
 
 def test_model_without_a_vocabulary_is_audited_with_the_batch_that_is_given():

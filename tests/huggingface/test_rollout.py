@@ -1,7 +1,6 @@
-"""Under batch_invariant() a model generates the bits that it trains on; fmoe audit --rollout says so, or where not."""
+"""fmoe audit --rollout: a model generates the bits that it trains on, or the first module that differs is named."""
 
 import json
-from contextlib import nullcontext
 
 import pytest
 import torch
@@ -12,93 +11,20 @@ from fmoe_ext.audit import AuditError, audit_rollout
 from fmoe_ext.audit.cli import main
 from fmoe_ext.formats.cli import main as export
 from fmoe_ext.ops.batch_invariant import is_batch_invariant
+from tests.huggingface.rollout_models import (
+    DTYPES,
+    MODELS,
+    SIZES,
+    Changed,
+    Sometimes,
+    Wrapped,
+    make_model,
+    texts,
+    with_mixer,
+)
 from tests.sweeps import rest_is_slow
 
 transformers = pytest.importorskip("transformers")
-
-SIZES = {
-    **{
-        "vocab_size": 97,
-        "hidden_size": 48,
-        "intermediate_size": 72,
-        "num_hidden_layers": 2,
-        "pad_token_id": 0,
-    },
-    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512},
-}
-WINDOWS = {
-    "head_dim": 12,
-    "sliding_window": 9,
-    "layer_types": ["sliding_attention", "full_attention"],
-}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
-ROUTED = {"n_routed_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "n_shared_experts": 1}
-ROUTED |= {"first_k_dense_replace": 1, "topk_group": 1}
-LATENT = {
-    "q_lora_rank": 16,
-    "kv_lora_rank": 16,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 8,
-    "v_head_dim": 12,
-}
-LATENT |= {"num_key_value_heads": 4}
-LOCAL = {"num_local_experts": 4, "num_experts_per_tok": 2}
-GEMMA4 = {"num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 24, "enable_moe_block": True}
-GEMMA4 |= {"global_head_dim": 12, "num_global_key_value_heads": 2, "vocab_size_per_layer_input": 97}
-MODELS = {
-    "Qwen3Moe": {**EXPERTS, "head_dim": 12, "norm_topk_prob": True},
-    "Qwen2Moe": {**EXPERTS, "shared_expert_intermediate_size": 24},
-    "Mixtral": LOCAL,
-    "GptOss": {**LOCAL, **WINDOWS},
-    "Olmoe": {"num_experts": 8, "num_experts_per_tok": 2},
-    "DeepseekV2": {**ROUTED, **LATENT, "n_group": 1},
-    "DeepseekV3": {**ROUTED, **LATENT, "n_group": 2},
-    "Gemma2": WINDOWS,
-    "Gemma3": WINDOWS,
-    "Gemma4": {**WINDOWS, **GEMMA4, "hidden_size_per_layer_input": 8},
-    "Phimoe": LOCAL,
-    "Glm4Moe": {**ROUTED, "head_dim": 12, "n_group": 1},
-    "GraniteMoe": LOCAL,
-    "Llama": {},
-    "Qwen3": {"head_dim": 12},
-}
-DTYPES = (torch.float32, torch.bfloat16)
-
-
-def make_model(name, dtype=torch.float32, **changes):
-    config_class = getattr(
-        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4") else f"{name}Config"
-    )
-    model = getattr(transformers, f"{name}ForCausalLM")(config_class(**{**SIZES, **MODELS[name], **changes}))
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for p in model.parameters():
-            p.copy_(p.new_empty(p.shape).normal_(0, 0.1 if p.dim() > 1 else 0.05, generator=generator))
-            p.add_(1.0 if p.dim() == 1 else 0.0)
-    return model.to(dtype).eval()
-
-
-def texts(*shape):
-    return torch.randint(3, 97, shape, generator=torch.Generator().manual_seed(3))
-
-
-def log_probabilities(logits):
-    return torch.log_softmax(logits.float(), -1)
-
-
-@torch.no_grad()
-def generated(model, tokens, sizes, mask=None, cache=None):
-    """Log-probabilities of tokens in parts of the sizes, with a cache."""
-    found, begin = [], 0
-    positions = None if mask is None else (mask.cumsum(1) - 1).clamp(min=0)
-    for size in sizes:
-        end, given = begin + size, {}
-        if mask is not None:
-            given = {"attention_mask": mask[:, :end], "position_ids": positions[:, begin:end]}
-        out = model(tokens[:, begin:end], past_key_values=cache, use_cache=True, **given)
-        cache, begin = out.past_key_values, end
-        found.append(out.logits)
-    return log_probabilities(torch.cat(found, 1))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -156,39 +82,6 @@ def test_difference_between_modules_names_the_module_around():
     assert "the code of model.layers.1.self_attn in front of its q_proj" in str(report.ways[0])
 
 
-class Changed(nn.Module):
-    """The identity, but for what change(x) adds; where="view" writes it into half of what was given, in place."""
-
-    def __init__(self, change, where="output"):
-        super().__init__()
-        self.change, self.where = change, where
-
-    def forward(self, x):
-        if self.where == "view":
-            x[..., : x.shape[-1] // 2].add_(self.change(x[..., : x.shape[-1] // 2]))
-            return torch.zeros_like(x)
-        return self.change(x)
-
-
-class Wrapped(nn.Module):
-    """A layer of a decoder after another module."""
-
-    def __init__(self, layer, mixer, by_keyword):
-        super().__init__()
-        self.mixer, self.layer, self.by_keyword = mixer, layer, by_keyword
-
-    def forward(self, hidden_states, *args, **kwargs):
-        hidden_states = hidden_states.clone()
-        y = self.mixer(x=hidden_states) if self.by_keyword else self.mixer(hidden_states)
-        return self.layer(hidden_states + y, *args, **kwargs)
-
-
-def with_mixer(mixer, by_keyword=False, **changes):
-    model = make_model("Llama", **changes)
-    model.model.layers[1] = Wrapped(model.model.layers[1], mixer, by_keyword)
-    return model
-
-
 @pytest.mark.parametrize("by_keyword", [False, True])
 def test_module_that_writes_into_a_view_of_its_input_is_named(by_keyword):
     model = with_mixer(Changed(lambda x: x * x.shape[1] * 1e-3, "view"), by_keyword)
@@ -226,6 +119,20 @@ def test_windows_and_chunks_are_passed():
     report = audit_rollout(transformers.MistralForCausalLM(config).eval())
     assert report.ok and report.longest == 30, str(report)
     assert "what is generated is trained, up to 30 tokens" in str(report)
+
+
+def test_longer_text_that_cannot_be_trained_ends_no_search():
+    def refuse(module, args):
+        if args[0].shape[1] > 28:
+            raise ValueError("too long")
+
+    config = transformers.MistralConfig(**SIZES, sliding_window=26)
+    model = transformers.MistralForCausalLM(config).eval()
+    model.model.layers[1] = Wrapped(model.model.layers[1], Sometimes(lambda x: True), False)
+    model.model.layers[0].mlp.register_forward_pre_hook(refuse)
+    report = audit_rollout(model)
+    assert report.longest == 24 and "30 tokens: training raised RuntimeError: model.layers.0" in str(report)
+    assert "model.layers.1.mixer" in str(report.uncovered) and not report.ok, str(report)
 
 
 def test_lengths_that_were_not_tried_are_said():
@@ -332,87 +239,6 @@ def test_learned_prompts_are_compared_by_generate(kind):
     assert report.ok, str(report)
 
 
-@torch.jit.script
-def scripted(x):
-    return torch.sigmoid(x @ x.mT) @ x
-
-
-class FirstOf(nn.Module):
-    def __init__(self, module):
-        super().__init__()
-        self.module = module
-
-    def forward(self, x):
-        return self.module(x)[0]
-
-
-UNCOVERED = {
-    "aten._fft_c2r": lambda x: torch.fft.irfft(torch.fft.rfft(x), 48),
-    "aten.mm, computed by torch.ops.aten.mm": lambda x: torch.ops.aten.mm(
-        x.flatten(0, 1), torch.eye(48)
-    ).view_as(x),
-    "aten.bmm": scripted,
-    "aten._softmax, computed by softmin": lambda x: nn.functional.softmin(x, -1),
-    "aten.mean": lambda x: x.unflatten(-1, (6, 8)).mean((-1, -2))[..., None] + x,
-    "aten.index_put": lambda x: torch.zeros_like(x).index_put(
-        (torch.arange(len(x)).repeat(2),), torch.cat((x, x)), accumulate=True
-    ),
-    "aten.angle": lambda x: torch.complex(x, x.cos()).angle(),
-    "aten.atan2": lambda x: torch.ops.aten.atan2(x[..., :47], x[..., 1:]).repeat(1, 1, 2)[..., :48],
-}
-# One that is unknown, one called as an operator, one that TorchScript calls, one of elements whose lengths matter.
-QUICK_UNCOVERED = ("aten._fft_c2r", "aten.mm, computed by torch.ops.aten.mm", "aten.bmm", "aten.atan2")
-
-
-@pytest.mark.parametrize("operator", rest_is_slow(UNCOVERED, QUICK_UNCOVERED))
-def test_operators_outside_of_what_is_covered_are_named(operator):
-    report = audit_rollout(with_mixer(Changed(UNCOVERED[operator])), texts(2, 9))
-    named = [str(one) for one in report.uncovered]
-    assert any(operator in one and "model.layers.1.mixer" in one for one in named), str(report)
-    assert {one.module for one in report.uncovered} == {"model.layers.1.mixer"}
-    assert not report.ok
-
-
-class Sometimes(nn.Module):
-    """The identity by aten.mm where when(x) is true, which batch_invariant() does not cover."""
-
-    def __init__(self, when):
-        super().__init__()
-        self.when, self.weight = when, nn.Parameter(torch.eye(48))
-
-    def forward(self, x):
-        if self.when(x):
-            return torch.ops.aten.mm(x.flatten(0, -2), self.weight).view_as(x)
-        return nn.functional.linear(x, self.weight)
-
-
-RARE = {
-    "many rows": lambda x: x[..., 0].numel() > 16,
-    "few rows": lambda x: x[..., 0].numel() == 1,
-    "with gradients": lambda x: torch.is_grad_enabled(),
-    "as many rows as with padding": lambda x: x.shape[1] == 12,
-}
-
-
-@pytest.mark.parametrize("when", RARE)
-def test_operators_that_only_some_forwards_call_are_named(when):
-    report = audit_rollout(with_mixer(Sometimes(RARE[when])), texts(2, 9))
-    assert all(way.ok or way.is_impossible for way in report.ways), str(report)
-    assert [str(one) for one in report.uncovered] == [
-        "aten.mm, computed by torch.ops.aten.mm in model.layers.1.mixer"
-    ]
-    assert not report.ok and "equal here, but not shown for other texts" in str(report)
-
-
-def test_operators_of_a_longer_text_are_named():
-    config = transformers.MistralConfig(**SIZES, sliding_window=26)
-    model = transformers.MistralForCausalLM(config).eval()
-    mixer = Sometimes(lambda x: x.shape[1] == 30)  # as a whole
-    model.model.layers[1] = Wrapped(model.model.layers[1], mixer, False)
-    report = audit_rollout(model)
-    assert "model.layers.1.mixer" in str(report.uncovered) and not report.ok, str(report)
-
-
 class Stateful(nn.Module):
     """A module that counts its calls and the mean of its inputs in buffers, one of which it replaces."""
 
@@ -459,36 +285,6 @@ def test_nan_equals_nothing():
     assert "18 of 18 tokens have logits that are NaN: there is nothing to compare" in str(report)
 
 
-def test_search_for_operators_that_raises_is_no_success():
-    def refuse(module, args):
-        if torch.utils._python_dispatch._get_current_dispatch_mode() is not None:
-            raise ValueError("not under a dispatch mode")
-
-    model = make_model("Llama")
-    model.model.layers[0].mlp.register_forward_pre_hook(refuse)
-    report = audit_rollout(model, texts(2, 9))
-    assert not report.ok and "not under a dispatch mode" in report.unsearched
-    assert "FAILED     the search for operators that are not covered: " in str(report)
-    assert "equal here, but not shown for other texts" in str(report)
-
-
-def softmax_by_hand(x, dim, dtype=None):
-    x = x.to(dtype or x.dtype)
-    x = (x - x.amax(dim, keepdim=True)).exp()
-    return x / x.sum(dim, keepdim=True)
-
-
-def test_softmax_by_hand_that_is_equal_by_luck_is_named(monkeypatch):
-    """Its sum has zeros behind it, of keys that are masked; bfloat16 hides that, but for one token of hundreds."""
-    model = make_model("Llama", torch.bfloat16, num_hidden_layers=1, attn_implementation="eager")
-    monkeypatch.setattr(nn.functional, "softmax", softmax_by_hand)
-    report = audit_rollout(model, texts(2, 9))
-    named = [str(one) for one in report.uncovered]
-    assert named == ["aten.sum, computed by sum in model.layers.0.self_attn"], str(report)
-    assert all(way.ok for way in report.ways) and not report.ok
-    assert str(report).endswith("equal here, but not shown for other texts")
-
-
 class ByNumber(nn.Module):
     """An embedding of numbers that the code in front of it adds up over all texts of the batch."""
 
@@ -506,27 +302,6 @@ def test_embedding_of_numbers_that_differ_already_is_not_blamed():
     report = audit_rollout(with_mixer(ByNumber()), texts(2, 9))
     (first, *_) = [way for way in report.ways if not way.ok and not way.is_impossible]
     assert first.first == "the code of model.layers.1.mixer in front of its numbers", str(report)
-
-
-@pytest.mark.parametrize("kind", rest_is_slow(["LSTM", "GRU", "RNN"], ["LSTM"]))
-def test_recurrent_modules_are_named(kind):
-    torch.manual_seed(0)
-    mixer = FirstOf(getattr(nn, kind)(48, 48, batch_first=True))
-    report = audit_rollout(with_mixer(mixer), texts(2, 9))
-    assert not report.ok
-    assert f"computed by {kind.lower()}" in str(report) and "in model.layers.1.mixer.module" in str(report)
-
-
-def test_linear_attention_is_refused_by_name():
-    config = transformers.Qwen3NextConfig(
-        **{**SIZES, **EXPERTS, "shared_expert_intermediate_size": 24, "head_dim": 12},
-        **{"linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_num_key_heads": 2},
-        **{"linear_num_value_heads": 4, "layer_types": ["linear_attention", "full_attention"]},
-    )
-    report = audit_rollout(transformers.Qwen3NextForCausalLM(config).eval(), texts(1, 8))
-    assert not report.ok
-    assert "model.layers.0.linear_attn: batch_invariant() promises" in str(report)
-    assert "but not with conv1d" in str(report)
 
 
 def test_wrong_inputs_are_refused():
@@ -549,100 +324,6 @@ def test_command(capsys, tmp_path):
     assert main([str(tmp_path), "--rollout"]) == 0
     assert "what is generated is trained" in capsys.readouterr().out
     assert main([str(tmp_path / "nothing"), "--rollout"]) == 2
-
-
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_generate_and_a_step_of_training(dtype):
-    """generate()'s own log-probabilities, sampled from a padded batch; the loss of training has their gradient."""
-    model, tokens = make_model("Qwen3Moe", dtype), texts(3, 7)
-    mask = torch.ones_like(tokens)
-    mask[0, :4] = mask[2, :1] = 0
-    tokens = tokens.masked_fill(mask == 0, 0)
-    with fmoe_ext.batch_invariant():
-        torch.manual_seed(0)
-        out = model.generate(
-            **{"input_ids": tokens, "attention_mask": mask, "do_sample": True, "max_new_tokens": 6},
-            **{"output_logits": True, "return_dict_in_generate": True, "eos_token_id": None, "top_k": 0},
-        )
-        sampled = log_probabilities(torch.stack(out.logits, 1))
-        for row, begin in ((0, 4), (1, 0), (2, 1)):  # each trained alone
-            text = out.sequences[row : row + 1, begin:]
-            trained = log_probabilities(model.train()(text).logits[:, -7:-1])
-            assert torch.equal(trained[0], sampled[row])
-        trained.gather(2, text[:, -6:, None]).sum().backward()
-    found = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
-    model.zero_grad()
-    log_probabilities(model(text).logits[:, -7:-1]).gather(2, text[:, -6:, None]).sum().backward()
-    for name, p in model.named_parameters():
-        if p.grad is not None:
-            bound = (2e-5 if dtype == torch.float32 else 0.1) * p.grad.abs().max().clamp(min=1e-3)
-            assert (found[name] - p.grad).abs().max() <= bound, name
-
-
-@pytest.mark.parametrize("where", ["inside", "after"])
-def test_recomputation_keeps_the_bits(where):
-    """A backward inside the block, and after it with the mode passed to the checkpoint."""
-    model, tokens = make_model("Qwen3Moe").train(), texts(2, 9)
-    options = {"use_reentrant": False}
-    if where == "after":
-        options["context_fn"] = lambda: (nullcontext(), fmoe_ext.batch_invariant())
-    results = []
-    for recomputes in (False, True):
-        if recomputes:
-            model.gradient_checkpointing_enable(options)
-        model.zero_grad()
-        with fmoe_ext.batch_invariant():
-            loss = model(tokens, labels=tokens, use_cache=False).loss
-            if where == "inside":
-                loss.backward()
-        if where == "after":
-            loss.backward()
-        results.append([loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
-    assert len(results[0]) > 10
-    assert all(map(torch.equal, *results))
-
-
-LONG_TEXTS = [(name, dtype) for dtype in DTYPES for name in ("Qwen3Moe", "GptOss", "DeepseekV3", "Gemma3")]
-IN_CI = [(name, dtype) for name, dtype in LONG_TEXTS if dtype is torch.bfloat16 or name == "Qwen3Moe"]
-
-
-@pytest.mark.long
-@pytest.mark.parametrize(("name", "dtype"), rest_is_slow(LONG_TEXTS, IN_CI), ids=str)
-def test_lengths_batches_paddings_caches_and_threads(name, dtype):
-    model, length, threads = make_model(name, dtype), 300, torch.get_num_threads()
-    tokens = texts(16, length)
-    try:
-        torch.set_num_threads(2)
-        with fmoe_ext.batch_invariant(), torch.no_grad():
-            whole = log_probabilities(model(tokens, use_cache=False).logits)
-            assert torch.equal(log_probabilities(model(tokens[3:8], use_cache=False).logits), whole[3:8])
-            assert torch.equal(generated(model, tokens[5:12], [17, 64, 1, 1, 100, 117]), whole[5:12])
-            for size in (1, 2, 3, 31, 64, 65, 100, 129, 255):
-                assert torch.equal(
-                    log_probabilities(model(tokens[2:4, :size], use_cache=False).logits), whole[2:4, :size]
-                ), size
-            for batch in range(1, 17):
-                rows = log_probabilities(model(tokens[:batch, :40], use_cache=False).logits)
-                assert torch.equal(rows, whole[:batch, :40]), batch
-            # What follows are thousands of small products: on busy cores two threads wait for each other at each.
-            torch.set_num_threads(1)
-            assert torch.equal(log_probabilities(model(tokens[3:8], use_cache=False).logits), whole[3:8])
-            assert torch.equal(generated(model, tokens[:1], [1] * length), whole[:1])
-            cache = transformers.StaticCache(model.config, max_cache_len=length + 11)
-            sizes = [90, *[1] * 30, 100, 80]
-            assert torch.equal(generated(model, tokens[:4], sizes, cache=cache), whole[:4])
-            for num_pads in (1, 16, 63):
-                pads = torch.zeros(4, num_pads, dtype=torch.long)
-                left = torch.cat((pads, tokens[:4]), 1)
-                mask = (torch.arange(length + num_pads) >= num_pads).long().expand(4, -1)
-                sizes = [num_pads + 100, *[1] * 20, length - 120]
-                found = generated(model, left, sizes, mask)
-                assert torch.equal(found[:, num_pads:], whole[:4]), num_pads
-                right = torch.cat((tokens[:4], pads), 1)
-                found = generated(model, right, [length + num_pads], mask.flip(1))
-                assert torch.equal(found[:, :length], whole[:4]), num_pads
-    finally:
-        torch.set_num_threads(threads)
 
 
 def test_streamed_models_and_packed_weights(tmp_path):
