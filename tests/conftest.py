@@ -30,7 +30,15 @@ HERE = Path(__file__).parent
 # Examples of a fuzz test: make test, and make test-all, which passes --hypothesis-profile=whole.
 for profile, examples in {"quick": 100, "whole": 500}.items():
     hypothesis.settings.register_profile(profile, max_examples=examples)
-ON_ANY_DEVICE = ("ops", "gates", "test_layers.py", "test_linear.py", "test_transformer.py", "test_balance.py")
+ON_ANY_DEVICE = (
+    "ops",
+    "gates",
+    "test_layers.py",
+    "test_linear.py",
+    "test_transformer.py",
+    "test_transformer_arguments.py",
+    "test_balance.py",
+)
 
 
 def pytest_addoption(parser):
@@ -167,6 +175,22 @@ def on_device(request, monkeypatch):
         request.getfixturevalue(f"{name}_in_the_place_of_cpu")
     with OnCuda() if device == "cuda" else nullcontext():
         yield
+
+
+@pytest.fixture
+def one_thread():
+    """For many tiny calls, where waking a second thread takes longer than the work."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture
+def one_process_group():
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    yield
+    torch.distributed.destroy_process_group()
 
 
 @pytest.fixture(scope="session")

@@ -14,6 +14,7 @@ from tests.forked import run_file
 
 ROOT = Path(__file__).parents[1]
 EXAMPLE = ROOT / "examples/speedrun"
+pytestmark = pytest.mark.usefixtures("one_thread")  # threads wait for each other in steps this small
 MODULES = ("sources", "models", "contest", "results", "data")
 
 
@@ -28,15 +29,6 @@ def example():
         sys.modules.pop(name, None)
         if module is not None:
             sys.modules[name] = module
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """Threads that wait for each other make steps this small slow on a busy machine."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 def package(root, name, **files):

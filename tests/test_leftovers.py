@@ -65,7 +65,7 @@ def test_leftovers_are_named(tmp_path, monkeypatch, content, workers, code, text
     assert not marked, "the folder of the run is gone with what was in it"
     if content is LEAVES_A_PROCESS:
         command = ["ps", "-o", "stat=", "-p", (tmp_path / "pid").read_text()]
-        for _ in range(100):  # a busy system ends a killed process later
+        for _ in range(1200):  # a busy system ends a killed process later
             state = subprocess.run(command, capture_output=True, text=True).stdout.strip()
             if not state or state.startswith("Z"):
                 break

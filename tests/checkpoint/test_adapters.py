@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import time
 
 import pytest
 import torch
@@ -227,14 +226,16 @@ def test_merge_into_bfloat16_reports_what_rounding_takes(made, tmp_path):
 
 
 KILLED = """
-import sys, time
+import signal, sys
 from fmoe_ext.finetune.adapters import cli, merge
-write = merge.write_safetensors
-def slow(path, *rest, **named):
-    print("shard", flush=True)
+write, written = merge.write_safetensors, []
+def third_is_the_last(path, *rest, **named):
     write(path, *rest, **named)
-    time.sleep(0.2)
-merge.write_safetensors = slow
+    written.append(path)
+    print("shard", flush=True)
+    if len(written) == 3:
+        signal.pause()
+merge.write_safetensors = third_is_the_last
 cli.main(sys.argv[1:])
 """
 
@@ -249,13 +250,12 @@ def test_killed_merge_goes_on(made, tmp_path, tmp_path_factory):
     with open(pipe) as said:
         for _ in range(3):
             said.readline()
-        time.sleep(0.1)
         process.kill()
         process.join()
     work = tmp_path / ".out.merging"
     noted = json.loads((work / "job.json").read_text())["done"]["losses"]
     done = {name: (work / "model" / name).stat().st_mtime_ns for name in noted}
-    assert done and not (tmp_path / "out").exists()
+    assert len(done) == 2 and not (tmp_path / "out").exists()
     merge.merge(read_adapter(folder), ModelFolder(base_folder), tmp_path / "out")
     after = {f.name: f.stat().st_mtime_ns for f in (tmp_path / "out").glob("*.safetensors")}
     assert done.items() <= after.items() and len(after) > len(done)

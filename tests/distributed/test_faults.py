@@ -111,11 +111,17 @@ def test_no_leak(pool):
 
 
 INTERRUPTED = """
-import sys, time
+import signal, sys
+from pathlib import Path
+import torch.distributed as dist
 from fmoe_ext.testing import run_distributed
+
+def wait(folder):
+    Path(folder, f"rank {dist.get_rank()}").touch()
+    signal.pause()
+
 if __name__ == "__main__":
-    print("ready", flush=True)
-    run_distributed(time.sleep, 2, 600, timeout=600)
+    run_distributed(wait, 2, sys.argv[1], timeout=600)
 """
 
 
@@ -124,19 +130,17 @@ def test_interrupt_leaves_no_process(tmp_path):
     script.write_text(INTERRUPTED)
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     job = subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, str(script), str(tmp_path)],
         env=environment,
-        stdout=subprocess.PIPE,
+        stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,
         # a test run in the background may have been started with SIGINT ignored, which children inherit
         preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
     )
-    job.stdout.readline()
     deadline = time.monotonic() + 300
-    while len(members(job.pid)) < 3 and time.monotonic() < deadline:
+    while len([*tmp_path.glob("rank *")]) < 2 and time.monotonic() < deadline:
         time.sleep(0.1)
-    time.sleep(1)
     os.killpg(job.pid, signal.SIGINT)
     assert job.wait(timeout=300) != 0
     while members(job.pid) and time.monotonic() < deadline:

@@ -10,7 +10,6 @@ import torch.distributed as dist
 from packaging.version import Version
 
 from fmoe_ext import fmoefy, huggingface
-from fmoe_ext.testing import DistributedPool
 from tests.huggingface.huggingface_models import make_ids, make_model, step
 
 transformers = pytest.importorskip("transformers")
@@ -95,12 +94,6 @@ def load_expert_parallel(folder, architecture, options):
     gradients = {k: g.full_tensor() if hasattr(g, "full_tensor") else g for k, g in gradients.items()}
     num_here = [p.to_local().shape[0] for k, p in model.named_parameters() if k.endswith("gate_up_proj")]
     return logits, loss, gradients, num_here
-
-
-@pytest.fixture(scope="module")
-def pool():
-    with DistributedPool(2) as pool:
-        yield pool
 
 
 IS_MASKED_BY_A_ROUTER = Version(transformers.__version__) < Version("5.24")

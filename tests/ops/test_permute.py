@@ -18,11 +18,6 @@ SHAPES = [
 ]
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def routing(T, K, E, device=None, lowest=-1):
     sort = sort_tokens(torch.randint(lowest, E, (T, K), device=device), E)
     return sort.row_idx, sort.inverse

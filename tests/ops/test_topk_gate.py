@@ -21,11 +21,6 @@ SCORES = [("softmax", True), ("softmax", False), ("sigmoid", True), ("sigmoid", 
 INF, NAN = float("inf"), float("nan")
 
 
-@pytest.fixture(autouse=True)
-def seed():
-    torch.manual_seed(0)
-
-
 def forward_backward(function, logits, grad, *args, **kwargs):
     logits = logits.clone().requires_grad_()
     topk_idx, weights = function(logits, *args, **kwargs)

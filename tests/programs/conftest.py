@@ -3,13 +3,6 @@ import sys
 import pytest
 
 from fmoe_ext import compat
-from fmoe_ext.testing import DistributedPool
-
-
-@pytest.fixture(scope="session")
-def pool():
-    with DistributedPool(2) as pool:
-        yield pool
 
 
 @pytest.fixture
