@@ -106,6 +106,8 @@ Tensor counts_to_send_cpu(Tensor counts, Tensor header, std::optional<Tensor> or
   return sent;
 }
 
+// Of each row that came from W ranks, the kind counted from `first` on, with the kinds first .. end - 1 of
+// counts [W, n]: rows come rank by rank, each rank's by kind. With max_rows, -1 fills up those of a rank.
 Tensor columns_of_rows_cpu(Tensor counts, int64_t first, int64_t end, int64_t max_rows, int64_t num_rows) {
   check_counts(counts, "counts");
   check_dim(counts, 2, "counts", "[W, n]");
@@ -144,6 +146,8 @@ Tensor columns_of_rows_cpu(Tensor counts, int64_t first, int64_t end, int64_t ma
   return columns;
 }
 
+// Of each choice its way, and the same with -1 where an earlier choice of the token goes that way already:
+// the choices of `first` are the rows that are sent.
 std::tuple<Tensor, Tensor> token_ways_cpu(Tensor topk_idx, Tensor ways) {
   check_cpu(topk_idx, "topk_idx");
   check_counts(ways, "ways");
@@ -170,6 +174,8 @@ std::tuple<Tensor, Tensor> token_ways_cpu(Tensor topk_idx, Tensor ways) {
   return {way, first};
 }
 
+// Of each row that is sent, the local numbers of the experts that its token chose on this way, -1 for its
+// other choices.
 Tensor experts_of_rows_cpu(Tensor topk_idx, Tensor way, Tensor local, Tensor row_idx, bool wide) {
   check_cpu(topk_idx, "topk_idx");
   check_counts(local, "local");

@@ -9,8 +9,8 @@
 // adds to accumulators in registers. Two mbarriers a stage connect them: `full` completes when the loads of a
 // stage have landed, `empty` when everybody has read it, so that loads run up to a ring ahead of the
 // products, into the next tile too. A thread that loads needs few registers and one that multiplies many:
-// setmaxnreg moves them. The wgmma of a step is waited for one step later, so that the tensor cores always
-// have the next one.
+// setmaxnreg moves them (56 each for 128 threads and 224 for 256 fit into the 65,536 of an SM). The wgmma of
+// a step is waited for one step later, so that the tensor cores always have the next one.
 //
 // A tile in shared memory is cut into blocks of 64 columns that follow one another. In a block a row takes
 // 128 bytes, and its 16-byte pieces are permuted by the 128-byte swizzle: TMA, cp.async, wgmma and stmatrix
@@ -27,8 +27,8 @@ namespace fmoe_ext {
 
 constexpr int kBlockColumns = 64, kBlockBytes = 64 * 128;  // of 64 rows
 constexpr int kSm90Threads = 384;                          // two warpgroups multiply, the third loads
-constexpr int kProducer = 2;
-constexpr size_t kSharedAlignment = 1024, kMaxSharedBytes = 232448;
+constexpr int kProducer = 2;                               // the number of the warpgroup that loads
+constexpr size_t kSharedAlignment = 1024, kMaxSharedBytes = 232448;  // 227 KiB: what a block may have
 
 __device__ __forceinline__ char* align_shared(char* p) {
   return reinterpret_cast<char*>((reinterpret_cast<uintptr_t>(p) + kSharedAlignment - 1) &
@@ -41,7 +41,8 @@ __device__ __forceinline__ uint32_t tile_offset(int row, int piece) {
   return piece / 8 * (kRows * 128) + row * 128 + (((piece ^ row) & 7) << 4);
 }
 
-// wgmma operands: a tile [rows, 64 k], or, along m or n, a tile [64 k, columns].
+// What wgmma takes for an operand in shared memory, a tile [rows, 64 k] or, along m or n, [64 k, columns]:
+// its address, two distances and the swizzle, in units of 16 bytes ("matrix descriptor" of the PTX manual).
 template <bool kAlongMN>
 __device__ __forceinline__ uint64_t descriptor(uint32_t address) {
   constexpr uint64_t kNextBlock = kAlongMN ? kBlockBytes >> 4 : 1, kNext8Rows = 1024 >> 4, kSwizzle128 = 1;
@@ -184,7 +185,8 @@ __device__ __forceinline__ void multiply(R& ring, float (&acc)[kHalves][R::kN / 
   static_assert(R::kM == kHalves * 128);
   if (!has_rows) {
     ring.pass_by(steps, count);
-    // Nobody waits for a later phase of a barrier before those who release are there.
+    // One thread has released the stages. The others wait for it here: a barrier has one bit for its phase,
+    // and a thread that runs a phase ahead would take an old one for the new.
     if (group == 0)
       ptx::bar_sync<1, 128>();
     else

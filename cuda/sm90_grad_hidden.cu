@@ -35,7 +35,7 @@ struct GradHidden {
   const float* weights;
   int64_t num_choices;
   T *dh, *scaled_a;
-  float* dots;
+  float* dots;  // [R, tiles of columns], or null: <dA, act(h)>, which sum_dots_kernel adds up
   int D, H;
 };
 

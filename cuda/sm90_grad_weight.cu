@@ -65,6 +65,8 @@ struct ColumnGather : PickedRows<T, 4> {
   }
 };
 
+// The producer: 64 rows of both operands a stage, one gathered, the other by TMA, or gathered where the
+// expert ends inside of them.
 template <class T, bool kGatherA>
 __device__ __forceinline__ void produce(Shared<T, kGatherA>& s, const CUtensorMap& plain_map,
                                         const GradWeight<T>& p) {
@@ -181,6 +183,7 @@ struct Results {
   }
 };
 
+// The consumers: half of the rows of a tile each.
 template <class T, class Out, bool kGatherA>
 __device__ __forceinline__ void consume(Shared<T, kGatherA>& s, const CUtensorMap& out_map, Out* out,
                                         const GradWeight<T>& p, int group) {

@@ -11,7 +11,7 @@ template <class T, int kColumns>
 struct Shared {
   static constexpr int kM = 128, kN = kColumns;
   Ring<T, kM, kN> ring;
-  uint64_t turn[2];
+  uint64_t turn[2];  // a barrier of each warpgroup, which the other completes
 
   __device__ void init(int loads) {
     ring.init(loads, 1);

@@ -14,7 +14,7 @@ struct RowsByWeight {
   static constexpr bool kPingPong = kN == 192;
   static constexpr int kStaged = kPingPong ? kN : kN / 2;  // columns that are stored at a time
   struct alignas(1024) Shared : ping_pong::Shared<T, kN> {
-    alignas(1024) T c[2][64 * kStaged];
+    alignas(1024) T c[2][64 * kStaged];  // of each consumer warpgroup, results on their way to memory
   };
   static constexpr size_t kSharedBytes = sizeof(Shared) + kSharedAlignment;
   static_assert(kSharedBytes <= kMaxSharedBytes);
@@ -26,6 +26,7 @@ struct RowsByWeight {
   int N, K;
 };
 
+// The producer: one thread starts the TMA loads of both operands, stage by stage.
 template <class T, bool kAlongN, class P>
 __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, const CUtensorMap& rows,
                                                      const CUtensorMap& weight, const P& p) {
@@ -54,6 +55,8 @@ __device__ __forceinline__ void load_rows_and_weight(typename P::Shared& s, cons
   }
 }
 
+// The epilogue that ping_pong::consume and multiply_together call: scale (accumulators + bias) of a
+// warpgroup.
 template <class T, class P>
 struct StoreRows {
   static constexpr int kN = P::kN, kStaged = P::kStaged;

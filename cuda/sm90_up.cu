@@ -15,7 +15,7 @@ constexpr int kM = 128, kN = 256;
 template <class T>
 struct alignas(1024) Shared {
   Ring<T, kM, kN> ring;
-  alignas(1024) T c[2][64 * kN / 2];
+  alignas(1024) T c[2][64 * kN / 2];  // of each consumer warpgroup, results on their way to memory
 };
 template <class T>
 constexpr size_t kSharedBytes = sizeof(Shared<T>) + kSharedAlignment;
@@ -26,7 +26,7 @@ struct Up {
   RowTiles<kM> tiles;
   Rows<T> x;
   const T* b1;
-  T *h, *a;  // h may be null
+  T *h, *a;  // h may be null: no backward will read it
   int D, H;
 };
 

@@ -14,7 +14,7 @@ inline VecOf<OperandOf<T>> as_operand(VecOf<T> v) {
   return rounded<T>(v);
 }
 
-// Rows [r, r + R), C vectors of each at once.
+// The tile's rows [r, r + R) -> h, if it is kept, and a = act(h), or act(gate) up; C vectors of each at once.
 template <class T, CurveKind curve, bool gated, int R, int C>
 inline void act_forward_rows(const ActForward& args, int64_t r) {
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>, up = nr / 2;
@@ -48,7 +48,8 @@ inline void act_forward_rows(const ActForward& args, int64_t r) {
   }
 }
 
-// Row r, C vectors at once.
+// Row r of the gradient of a -> the gradient of h, a scaled for the gradient of w2, and to dscale the product
+// of gradient and a; C vectors at once.
 template <class T, CurveKind curve, bool gated, int C>
 inline void act_backward_row(const ActBackward& args, int64_t r) {
   constexpr int lanes = kLanes<T>, nr = NR<typename UnitOf<T>::type>;

@@ -8,6 +8,7 @@
 
 #include "isa_begin.h"
 
+// The low byte of each lane.
 #if FMOE_BYTES == 64
 inline void store_bytes_of(VI v, int8_t* to) { store_bytes(to, _mm512_cvtepi32_epi8((__m512i)v)); }
 #elif FMOE_BYTES == 32
@@ -57,11 +58,13 @@ float scale_of_block(const Operand* a, int64_t block, VF& factor) {
   const int32_t bits = largest_lane(most);
   float largest;
   __builtin_memcpy(&largest, &bits, 4);
+  // 127 divided by a tiny number would be infinite; all codes of such a block are zero
   factor = broadcast(largest > 1e-30f ? 127.f / largest : 0.f);
   return bits < 0x7f800000 ? largest / 127.f : __builtin_nanf("");
 }
 
-// Codes of W values, to nearest, even.
+// Codes of W values, to nearest, even. Floats from 1.5 * 2^23 on are the integers: the sum is rounded to one,
+// and its bits count on from those of 1.5 * 2^23.
 template <class Operand>
 VI codes_of(const Operand* a, VF factor) {
   return (VI)fma(load(a), factor, broadcast(12582912.f)) - 0x4b400000;
@@ -144,7 +147,7 @@ struct ScalesOfQ4K {
 };
 
 #if FMOE_BYTES == 64
-// w * codes, as 16 sums of four products each.
+// w * codes, as 16 sums of four products each. start: minus what kCodeOfZero adds to them.
 struct ByQ8 {
 #ifdef FMOE_VNNI
   explicit ByQ8(__m512i weight)
