@@ -77,7 +77,6 @@ def main():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--gates", default="naive,softmax,sigmoid")
     parser.add_argument("--layers", default="1,12", help="numbers of layers")
     parser.add_argument("--rounds", type=int, default=7)
     args = parser.parse_args()
@@ -86,7 +85,7 @@ def main():
     models = {
         f"{gate}, {count} layer{'s' * (count > 1)}": Blocks(gate, count)
         for count in map(int, args.layers.split(","))
-        for gate in args.gates.split(",")
+        for gate in ("naive", "softmax", "sigmoid")
     }
     with tempfile.TemporaryDirectory() as folder:
         torch.ops.load_library(bench_host.build(folder))

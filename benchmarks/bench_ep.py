@@ -155,7 +155,7 @@ def measure(args, gbps, seconds_per_row=0.0):
     make = functools.partial(make, top_k=args.top_k, gate=UniformGate)
     local = make()
     exchanges = {f"exchange={name}": by_token(exchange=name) for name in args.exchange}
-    layers = {n: make(world_size=size, overlap_degree=n) for n in args.overlap}
+    layers = {n: make(world_size=size, overlap_degree=n) for n in (1, 2, 4, "auto")}
     x = torch.randn(args.tokens, args.d_model, requires_grad=True)
     rows = torch.randn(args.tokens * args.top_k, args.d_model, requires_grad=True)
     splits = [len(rows) // size] * size
@@ -241,9 +241,6 @@ def main():
     parser.add_argument("--d-hidden", type=int, default=512)
     parser.add_argument("--experts", type=int, default=4, help="of each rank")
     parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument(
-        "--overlap", nargs="+", type=lambda n: n if n == "auto" else int(n), default=[1, 2, 4, "auto"]
-    )
     parser.add_argument("--exchange", nargs="*", default=["choice", "token"])
     parser.add_argument("--sleep", type=float, default=0.05, help="seconds of a message, where all sleep")
     parser.add_argument("--rounds", type=int, default=5)

@@ -37,10 +37,10 @@ def write(folder: Path) -> None:
     transformers.Qwen3MoeForCausalLM(config).save_pretrained(folder, max_shard_size="100MB")
 
 
-def seconds(models: dict[str, Any], step: Callable[[Any], object], turns: int) -> dict[str, float]:
-    """Median of each model's turns, without the first."""
+def seconds(models: dict[str, Any], step: Callable[[Any], object]) -> dict[str, float]:
+    """Median of five turns of each model, after one that is not counted."""
     found: dict[str, list[float]] = {name: [] for name in models}
-    for _ in range(turns + 1):
+    for _ in range(6):
         for name, model in models.items():
             begun = time.perf_counter()
             with torch.no_grad():
@@ -55,7 +55,6 @@ def main() -> None:
     )
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--memory", default="400MiB")
-    parser.add_argument("--turns", type=int, default=5)
     args = parser.parse_args()
     torch.set_num_threads(args.threads)
     with tempfile.TemporaryDirectory() as name:
@@ -79,7 +78,7 @@ def main() -> None:
         }
         rows = []
         for what, step in steps.items():
-            medians = seconds(models, step, args.turns)
+            medians = seconds(models, step)
             rows += [[what, name, f"{median:.3f}"] for name, median in medians.items()]
         cached = models["fmoe_ext.stream"].expert_stream.reads_through_cache
     print(common.machine(), common.commit(), f"{args.threads} thread(s), reads through the cache: {cached}")

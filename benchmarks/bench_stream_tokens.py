@@ -27,6 +27,7 @@ from fmoe_ext.gguf import architecture_for
 from fmoe_ext.gguf.writing import write_facts
 
 OUTSIDE = ("q4_k", "q8_0", "bf16")
+TURN = 10  # tokens of one model, then as many of the other
 
 
 def write(folder: Path, layers: int, experts: int, vocab: int, others: str) -> Path:
@@ -148,7 +149,6 @@ def main() -> None:
     parser.add_argument("--others", choices=OUTSIDE, default="q4_k")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--tokens", type=int, default=120, help="of one sequence")
-    parser.add_argument("--turn", type=int, default=10, help="tokens of one, then as many of the other")
     parser.add_argument("--sequences", type=int, nargs="*", default=[1], help="that get a token each a step")
     parser.add_argument("--prompts", type=int, nargs="*", default=[], help="tokens of prompts that are read")
     args = parser.parse_args()
@@ -167,9 +167,9 @@ def main() -> None:
 
         for many in args.sequences:
             prompts = [[(8 * s + i) % args.vocab for i in range(1, 9)] for s in range(many)]
-            turns = max(6, args.tokens // args.turn // (1 if many == 1 else 2))
+            turns = max(6, args.tokens // TURN // (1 if many == 1 else 2))
             steps = {name: NewTokens(model, prompts) for name, model in models.items()}
-            turn = args.turn if many == 1 else max(1, args.turn // many)
+            turn = TURN if many == 1 else max(1, TURN // many)
             add(f"{many} sequences", many, measure(steps, turns, turn, turns // 3, clock))
         for length in args.prompts:
             prompt = [7 * i % args.vocab for i in range(1, length + 1)]
