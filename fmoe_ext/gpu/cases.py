@@ -1,7 +1,7 @@
 """Problems that kernels are proved (CASES) and timed (RACES) with, their inputs, and every result that is compared.
 
 results() takes the functions as arguments: ours, with kernels or the portable ones by kernels.switch_on(), or the
-references in plain PyTorch's dtype or float64. checks.py proves with CASES, races.py times with RACES.
+references in plain PyTorch's dtype or float64. child.py proves with CASES, races.py times with RACES.
 """
 
 import functools

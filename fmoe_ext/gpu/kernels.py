@@ -6,12 +6,18 @@ off, unless FMOE_GPU_KERNELS trusts them unproved. Operators ask through ops/cho
     ops.expert_mlp(x) -> chooser.before(x) -> SELECTION.before(x) -> proof.load() -> choose() -> switch_on()
                                                                      at the first product on the device of x
 
-Several devices have one set of switches: on is what the proofs of all of them allow.
+Several devices have one set of switches: on is what the proofs of all of them allow. A GPU that has only the proof of
+another model of its capability takes it, and is raced in a process of its own, for later processes (race()).
 """
 
 import inspect
 import itertools
+import logging
+import os
+import subprocess
+import sys
 import threading
+import time
 import warnings
 import weakref
 from collections.abc import Callable, Iterable
@@ -20,12 +26,15 @@ from dataclasses import dataclass
 import torch
 
 from fmoe_ext import _env
-from fmoe_ext.gpu import background, torch_path
 from fmoe_ext.gpu import proof as gpu_proof
-from fmoe_ext.gpu.proof import PORTABLE, Proof
+from fmoe_ext.gpu import torch_path
+from fmoe_ext.gpu.proof import PORTABLE, Key, Proof, cache_folder
 from fmoe_ext.ops import chooser
 
+_LOG = logging.getLogger(__name__)
 _NEED_PROOF = ("auto", "proved")  # values of FMOE_GPU_KERNELS
+_RACE_MEMORY = 12 << 30  # bytes of the GPU that must be free: the largest race takes half
+_PATIENCE = 600.0  # seconds after which another process may try again, for races that were ended half-way
 
 
 def names() -> tuple[str, ...]:
@@ -149,14 +158,53 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
     return Choice(frozenset(all_kernels) & used, torch_wins=wins)
 
 
+def race(device: int, key: Key) -> None:
+    """Start `fmoe gpu prove --missing`; later processes use what it finds.
+
+    It runs once for a model of GPU and cache folder; if it saves nothing, again at the earliest after _PATIENCE. This
+    process goes on with the kernels that are right on the other model, and shares the GPU for about a minute.
+    """
+    if torch.cuda.mem_get_info(device)[0] < _RACE_MEMORY or not _is_first(key):
+        return
+    command = [sys.executable, "-m", "fmoe_ext.gpu", "prove", "--missing", "--device", str(device)]
+    try:
+        process = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+    except OSError as error:  # no memory, no room for a process: no reason to end a forward
+        _LOG.warning("the races of %s could not be started: %s", key.gpu, error)
+        return
+    _LOG.warning(
+        "%s has no races of its own yet: `python %s` runs in the background for about a minute and decides for "
+        "later processes",
+        key.gpu,
+        " ".join(command[1:]),
+    )
+    # without a wait() the ended process stays a zombie
+    threading.Thread(target=process.wait, daemon=True).start()
+
+
+def _is_first(key: Key) -> bool:
+    """Return False if a process started the races less than _PATIENCE ago, or the folder cannot be written."""
+    mark = cache_folder() / f"{key.name()}.racing"
+    try:
+        mark.parent.mkdir(parents=True, exist_ok=True)
+        if mark.exists() and time.time() - mark.stat().st_mtime > _PATIENCE:
+            mark.unlink(missing_ok=True)
+        os.close(os.open(mark, os.O_CREAT | os.O_EXCL | os.O_WRONLY))  # O_EXCL: one of many processes wins
+    except OSError:
+        return False
+    return True
+
+
 class Selection:
     """Makes the choice for each device at its first use, and turns on what the choices of all devices share."""
 
     def __init__(
         self,
         device_type: str,
-        key_of: Callable[[int], gpu_proof.Key],
-        race: Callable[[int, gpu_proof.Key], None] = background.race,
+        key_of: Callable[[int], Key],
+        race: Callable[[int, Key], None] = race,
     ) -> None:
         self.device_type = device_type
         self.key_of = key_of
@@ -221,10 +269,10 @@ class Selection:
             self.race(device, key)
 
 
-def key_of(device: int) -> gpu_proof.Key:
+def key_of(device: int) -> Key:
     """Return the key of a proof for a CUDA device; asks the driver, allocates nothing."""
     found = torch.cuda.get_device_properties(device)
-    return gpu_proof.Key(found.name, 10 * found.major + found.minor)
+    return Key(found.name, 10 * found.major + found.minor)
 
 
 SELECTION = Selection("cuda", key_of)

@@ -7,7 +7,7 @@
 There is one file for each model of GPU. A verdict holds for the sources that the kernel was built from (sources): an
 edit voids the verdicts of the kernels that it reaches. That a kernel is right holds for all GPUs of a compute
 capability, how fast it is for one model only. A GPU without a file of its own takes one of its capability, until it has
-raced itself (background.py). Driver and torch are noted for people, and not compared.
+raced itself (race() of kernels.py). Driver and torch are noted for people, and not compared.
 """
 
 import json

@@ -180,8 +180,8 @@ def test_another_model_of_the_capability_is_used_and_raced_once(switches, monkey
         started.append(command)
         return SimpleNamespace(wait=lambda: None)
 
-    monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
-    monkeypatch.setattr(gpu_kernels.background.subprocess, "Popen", start)
+    monkeypatch.setattr(gpu_kernels.torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    monkeypatch.setattr(gpu_kernels.subprocess, "Popen", start)
     for _ in range(2):  # two processes
         selection(monkeypatch, lambda device: other).prepare()
         call()
@@ -205,8 +205,8 @@ def test_races_that_cannot_be_started_do_not_end_a_forward(switches, monkeypatch
     def refuse(*_, **__):
         raise BlockingIOError("no room for a process")
 
-    monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
-    monkeypatch.setattr(gpu_kernels.background.subprocess, "Popen", refuse)
+    monkeypatch.setattr(gpu_kernels.torch.cuda, "mem_get_info", lambda device: (2**36, 2**37))
+    monkeypatch.setattr(gpu_kernels.subprocess, "Popen", refuse)
     selection(monkeypatch, lambda device: Key("NVIDIA GH200 480GB", 90)).prepare()
     call()
     assert switches.on == ["up.128x256"]
@@ -215,9 +215,9 @@ def test_races_that_cannot_be_started_do_not_end_a_forward(switches, monkeypatch
 
 def test_full_gpu_is_not_raced(monkeypatch):
     started = []
-    monkeypatch.setattr(gpu_kernels.background.torch.cuda, "mem_get_info", lambda device: (2**33, 2**37))
-    monkeypatch.setattr(gpu_kernels.background.subprocess, "Popen", lambda *_, **__: started.append(1))
-    gpu_kernels.background.race(0, KEY)
+    monkeypatch.setattr(gpu_kernels.torch.cuda, "mem_get_info", lambda device: (2**33, 2**37))
+    monkeypatch.setattr(gpu_kernels.subprocess, "Popen", lambda *_, **__: started.append(1))
+    gpu_kernels.race(0, KEY)
     assert not started
 
 
