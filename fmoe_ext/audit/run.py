@@ -92,11 +92,12 @@ def audit(
     """Train a model in every layout and compare it with one process on the whole batch.
 
     model: a Recipe; a function layout -> model with batch= and loss=; an nn.Module (of Transformers: audited with a
-    small configuration; others: as they are, with batch= and loss=, their FMoE layers spread over ranks); or
-    "module:function". Other keywords are fields of the Recipe. Compared are the outputs of the layers, losses,
-    gradients, the clipping norm and updated parameters, all as the largest absolute error over the quantity's largest
-    number; tolerance {dtype: float} has the bound of that. leave_out joins the recipe's. progress is called with each
-    Result. timeout: seconds for one case. pool: processes to run on, if not ones of its own.
+    small configuration, or, where that is made of others, as text and vision, with its own, up to 2^24 parameters; any
+    other: as it is, with batch= and loss=, its FMoE layers spread over ranks); or "module:function". Other keywords are
+    fields of the Recipe. Compared are the outputs of the layers, losses, gradients, the clipping norm and updated
+    parameters, all as the largest absolute error over the quantity's largest number; tolerance {dtype: float} has the
+    bound of that. leave_out joins the recipe's. progress is called with each Result. timeout: seconds for one case.
+    pool: processes to run on, if not ones of its own.
     Raises AuditError for what cannot be run; what a case raises is part of the report.
 
     Example:

@@ -27,7 +27,7 @@ from fmoe_ext.audit.recipe import NOT_A_TARGET, Batch, Recipe, spread_experts
 from fmoe_ext.audit.shrink import shrunk_config, vocabulary_of
 
 _NUM_SAMPLES, _SEQ_LEN = 12, 8  # of the batches that are made here
-_LARGEST = 1 << 24  # parameters of a model that is trained at its own size
+_LARGEST = 1 << 24  # parameters of a model that cannot be made small
 
 
 @dataclass(frozen=True)
@@ -106,15 +106,16 @@ def sendable(what: Any, **parts: Any) -> str | Recipe:
             raise AuditError(f"a recipe is given: {', '.join(parts)} belong into it")
         recipe = what
     elif isinstance(what, nn.Module) and is_of_transformers(what):
-        # sizes of a vision tower and of the text model depend on each other, in another way in each model
-        inner = [name for name in getattr(what.config, "sub_configs", ()) if getattr(what.config, name, None)]
-        size = sum(p.numel() for p in what.parameters())
-        if inner and size > _LARGEST:
-            raise AuditError(
-                f"{type(what).__name__} has {size:,} parameters, and no small one can be made of it, because its "
-                f"configuration is made of {' and '.join(inner)}: give a model of at most {_LARGEST:,} parameters"
-            )
         small = shrunk_config(what.config, type(what))
+        # sizes of a vision tower and of the text model depend on each other, in another way in each model
+        inner = [name for name in getattr(small, "sub_configs", ()) if getattr(small, name, None)]
+        with torch.device("meta"):
+            size = sum(p.numel() for p in type(what)(small).parameters()) if inner else 0
+        if size > _LARGEST:
+            raise AuditError(
+                f"{type(what).__name__} would be trained with {size:,} parameters, because the parts of "
+                f"its configuration ({', '.join(inner)}) are not made small: give a model of at most {_LARGEST:,}"
+            )
         defaults: dict[str, Any] = {
             "build": FromConfig(type(what), small),
             "loss": loss_of_transformers,

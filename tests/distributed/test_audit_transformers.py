@@ -100,7 +100,7 @@ def test_model_of_several_configurations_is_trained_at_its_size_or_refused():
     made = sendable(small, batch=RandomTokens(64)).build(None)
     assert [p.shape for p in made.parameters()] == [p.shape for p in small.parameters()]
     with pytest.raises(
-        AuditError, match=r"Qwen3VLMoe.*made of vision_config and text_config.*at most 16,777,216"
+        AuditError, match=r"Qwen3VLMoe.*\(vision_config, text_config\) are not made small.*at most 16,777,216"
     ):
         sendable(images_model(vocab_size=1 << 20), batch=RandomTokens(64))
 
