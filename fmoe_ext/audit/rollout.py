@@ -8,8 +8,8 @@ A text is computed once as in training, then in each way that generation has (_w
 cache, and by generate(), which is made to choose the text's tokens and works where a cache has another name. Where
 log-probabilities differ, the first module is named in which they part (forwards.py).
 
-Equal texts do not prove the rest. So the report also names lengths at which the model changes and that no text
-had (lengths.py), and operators that the mode does not cover (coverage.py).
+Equal texts do not prove the rest. So the report also names lengths at which the model changes and that no text had, and
+operators that the mode does not cover (coverage.py).
 """
 
 from __future__ import annotations
@@ -27,9 +27,8 @@ import torch
 from torch import Tensor, nn
 
 from fmoe_ext.audit.cases import SEED, AuditError
-from fmoe_ext.audit.coverage import Uncovered, uncovered_operators
+from fmoe_ext.audit.coverage import Uncovered, lengths_that_matter, uncovered_operators
 from fmoe_ext.audit.forwards import Computed, Part, Subject, forwards, generate, join, parting
-from fmoe_ext.audit.lengths import lengths_that_matter
 from fmoe_ext.audit.shrink import vocabulary_of
 from fmoe_ext.audit.source import is_of_transformers
 from fmoe_ext.ops import batch_invariant
