@@ -1,6 +1,6 @@
 """The commands `fmoe`, `fmoe-server` and `fmoe-dht`.
 
-The entry points of pyproject.toml are main(), serve() and dht(); run() imports the module of one command and ends the
+The entry points of pyproject.toml are main(), serve() and dht(); _run() imports the module of one command and ends the
 process with its status. A module beside the package: importing fmoe_ext takes more than a second, and `fmoe --help`
 must not wait for it.
 """
@@ -40,20 +40,20 @@ STATUS = "Exit status: 0 done; 1 done, and something is wrong; 2 could not be do
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `fmoe COMMAND ...`."""
     given = sys.argv[1:] if arguments is None else list(arguments)
-    run(parser().parse_args(given[:1]).command, given[1:])
+    _run(_parser().parse_args(given[:1]).command, given[1:])
 
 
 def serve() -> None:
     """Run `fmoe-server ...`."""
-    run("serve", sys.argv[1:])
+    _run("serve", sys.argv[1:])
 
 
 def dht() -> None:
     """Run `fmoe-dht ...`."""
-    run("dht", sys.argv[1:])
+    _run("dht", sys.argv[1:])
 
 
-def parser() -> argparse.ArgumentParser:
+def _parser() -> argparse.ArgumentParser:
     width = max(map(len, COMMANDS))
     lines = (f"  {name:{width}}  {help}" for name, (_, help) in COMMANDS.items())
     result = argparse.ArgumentParser(
@@ -65,12 +65,12 @@ def parser() -> argparse.ArgumentParser:
         add_help=False,
     )
     result.add_argument("-h", "--help", action="help", help=argparse.SUPPRESS)
-    result.add_argument("--version", action=Version, nargs=0, help=argparse.SUPPRESS)
+    result.add_argument("--version", action=_Version, nargs=0, help=argparse.SUPPRESS)
     result.add_argument("command", choices=COMMANDS, metavar="COMMAND", help=argparse.SUPPRESS)
     return result
 
 
-class Version(argparse.Action):
+class _Version(argparse.Action):
     """Read the version only on --version: that searches the installed packages."""
 
     def __call__(self, parser: argparse.ArgumentParser, *_: object) -> None:
@@ -78,10 +78,10 @@ class Version(argparse.Action):
         parser.exit()
 
 
-def run(command: str, arguments: Sequence[str]) -> None:
+def _run(command: str, arguments: Sequence[str]) -> None:
     """Import a command's module, run its main(arguments) and exit with its status."""
-    if not HELP.isdisjoint(arguments):
-        sys.meta_path.append(StandIns())
+    if not _HELP.isdisjoint(arguments):
+        sys.meta_path.append(_StandIns())
     try:
         module = importlib.import_module(COMMANDS[command][0])
         cli = importlib.import_module("fmoe_ext._cli")
@@ -93,26 +93,26 @@ def run(command: str, arguments: Sequence[str]) -> None:
     cli.run(lambda: module.main(arguments))
 
 
-HELP = frozenset({"-h", "--help"})
-OPTIONAL = ("cryptography", "grpc")  # packages that a command imports at once
+_HELP = frozenset({"-h", "--help"})
+_OPTIONAL = ("cryptography", "grpc")  # packages that a command imports at once
 
 
-class StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+class _StandIns(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     """Fills the places of missing optional packages, so that --help, after which the program ends, needs none."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:
-        if name.partition(".")[0] not in OPTIONAL:
+        if name.partition(".")[0] not in _OPTIONAL:
             return None
         return importlib.machinery.ModuleSpec(name, self, is_package=True)
 
     def exec_module(self, module: ModuleType) -> None:
-        vars(module)["__getattr__"] = lambda name: AnyClass(name, (Exception,), {})
+        vars(module)["__getattr__"] = lambda name: _AnyClass(name, (Exception,), {})
 
 
-class AnyClass(type):
+class _AnyClass(type):
     """A class that has every attribute."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return AnyClass(name, (Exception,), {})
+        return _AnyClass(name, (Exception,), {})

@@ -33,22 +33,10 @@ from fmoe_ext.ep.wrappers import check_wrappers
 from fmoe_ext.experts import activation_name
 from fmoe_ext.huggingface.glu import apply_gate
 from fmoe_ext.huggingface.lattice import is_rounded, run_rounded
-from fmoe_ext.huggingface.saved import from_pretrained
-from fmoe_ext.huggingface.training import add_balance_loss
 from fmoe_ext.linear import DTYPES, adapted_gemm, with_adapter
 from fmoe_ext.models.recognize import GATED
 from fmoe_ext.routing import widen
 
-__all__ = [
-    "add_balance_loss",
-    "balance_callback",
-    "expert_parallel",
-    "experts_forward",
-    "from_pretrained",
-    "fused_activation",
-    "register",
-    "use",
-]
 _NAME = "fmoe"
 _OLDEST_TRANSFORMERS = "5.7"  # the first whose models accept a registered name
 
