@@ -2,6 +2,7 @@
 
 import asyncio
 import dataclasses
+import itertools
 from types import SimpleNamespace
 
 import pytest
@@ -12,11 +13,19 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.expert_classes import find_expert_class
 from fmoe_ext.remote.replication import follower, recovery
 from fmoe_ext.remote.replication.follower import Replica
-from fmoe_ext.remote.replication.messages import Append, Reply, Sender, append_message, read_append
+from fmoe_ext.remote.replication.messages import (
+    Append,
+    Reply,
+    Sender,
+    append_message,
+    read_append,
+    reply_message,
+)
 from fmoe_ext.remote.replication.recovery import Action, Vacancy, decide
-from fmoe_ext.remote.server.fair_queue import Job
+from fmoe_ext.remote.server.fair_queue import ByteBudget, Job
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.ledger import End, Ledger, NotLeader, Request, Term, Update
+from fmoe_ext.remote.server.state import end_of_weights
 from fmoe_ext.remote.wire import STATE, decode, encode
 
 OLD, NEW = Term(3, "a"), Term(4, "b")
@@ -243,28 +252,96 @@ def test_end_of_a_copy_under_way(ends, monkeypatch, caplog):
             finally:
                 calls.append("ended")
 
-        site = SimpleNamespace(
-            **{"name": "a", "now": lambda: 0.0, "registry": SimpleNamespace(num_returns=0)},
-            **{"server": SimpleNamespace(endpoint="a:1"), "peers": SimpleNamespace(download=download)},
-        )
-        replica = Replica(site, "expert.0", Ledger(is_replicated=True))
+        replica = joining_replica(download)
         joining = asyncio.create_task(replica._join(SimpleNamespace(endpoint="b:1")))
         while not calls:
             await asyncio.sleep(0)
-        replica.receive(
-            Append("expert.0", NEW, 0, End(NEW, 1), Update("expert.0", End(OLD, 0), End(NEW, 1), (), ""))
-        )
-        assert len(replica._early) == 1
+        reply = replica.receive(early_update(1))
+        assert (reply.is_accepted, reply.is_early, reply.end) == (True, True, End())
+        assert replica.site.early.num_bytes == 64
         if ends != "the server stops":
-            replica.stop_copying()
+            replica.stop_copying("b:1 leads no longer")
         if ends != "the leader is gone":
             joining.cancel()
         await asyncio.wait((joining,))
         await asyncio.sleep(0)
-        return joining.cancelled(), replica.role, replica._early
+        return joining.cancelled(), replica.role, replica._early, replica.site.early.num_bytes
 
     goes_on = ends == "the leader is gone"
-    assert asyncio.run(run()) == (not goes_on, follower.Role.IDLE, [])
+    assert asyncio.run(run()) == (not goes_on, follower.Role.IDLE, [], 0)
     assert calls == ["began", "ended"]
     warned = ["expert.0 could not be copied: NotLeader('b:1 leads no longer')"] if goes_on else []
     assert [record.getMessage() for record in caplog.records] == warned
+
+
+def joining_replica(download, limit=1 << 20):
+    site = SimpleNamespace(
+        **{"name": "a", "now": lambda: 0.0, "registry": SimpleNamespace(num_returns=0)},
+        **{"server": SimpleNamespace(endpoint="a:1"), "peers": SimpleNamespace(download=download)},
+        early=ByteBudget(limit),
+    )
+    return Replica(site, "expert.0", Ledger(is_replicated=True))
+
+
+def early_update(version):
+    """64 bytes of a gradient and its input."""
+    request = Request("", (torch.ones(2, 4),), torch.ones(2, 4))
+    end = End(NEW, version)
+    return Append("expert.0", NEW, 0, end, Update("expert.0", End(NEW, version - 1), end, (request,)))
+
+
+def test_copy_is_given_up_when_the_updates_before_it_fill_their_memory(monkeypatch, caplog):
+    """All updates of a minute were kept, however many bytes they had."""
+    monkeypatch.setattr(follower, "AGAIN_SECONDS", 0.0)
+
+    async def run():
+        replica = joining_replica(lambda *_: asyncio.Event().wait(), limit=300)
+        joining = asyncio.create_task(replica._join(SimpleNamespace(endpoint="b:1")))
+        while replica._copying is None:
+            await asyncio.sleep(0)
+        replies = [replica.receive(early_update(version)) for version in (1, 2, 3)]
+        most = replica.site.early.num_bytes
+        await asyncio.wait_for(joining, 5)
+        return replies, most, replica.role, replica.site.early.num_bytes
+
+    replies, most, role, after = asyncio.run(run())
+    assert [reply.is_accepted for reply in replies] == [True, True, False]
+    assert (most, role, after) == (128, follower.Role.IDLE, 0)
+    why = "no room for an update of 64 bytes that came before its copy"
+    assert why in replies[-1].reason and why in caplog.text
+
+
+def test_answer_that_an_update_waits_for_a_copy_arrives():
+    reply = Reply(True, End(OLD, 8), NEW, is_early=True)
+
+    async def call(*_):
+        return decode(encode(reply_message(reply)), STATE)
+
+    async def send():
+        return await Sender(SimpleNamespace(call=call), "b", "b:1", 1.0).put(early_update(9))
+
+    assert asyncio.run(send()) == reply
+
+
+def test_broken_weights_that_lead_have_the_log_up_to_them():
+    """A broken server led and refused every gradient; its log named updates that its weights lack."""
+    ledger = Ledger(is_replicated=True)
+    ends = [End(), *(End(OLD, n) for n in range(1, 5))]
+    updates = [Update("expert.0", *pair, ()) for pair in itertools.pairwise(ends)]
+    for update in updates:
+        ledger.receive(update, committed=2)
+    for update in updates[:3]:
+        ledger.note_applied(update)
+    ledger.broken = "out of memory"
+    assert (ledger.end, end_of_weights(ledger)) == (End(OLD, 4), End(OLD, 3))
+    assert ledger.trust() == "out of memory"
+    assert (ledger.end, ledger.broken) == (End(OLD, 3), "")
+    ledger.lead(NEW)
+    ledger.open(NEW)
+    assert ledger.append("expert.0", ()).previous == End(OLD, 3)
+
+
+def test_broken_server_waits_for_a_sound_one_before_it_leads():
+    known, ends = record(End(NEW, 40), ["a"]), {"a": End(NEW, 40)}
+    assert decide(vacancy("a", End(NEW, 40), known, ends, seconds=29.0, is_able=False)) is Action.WAIT
+    assert decide(vacancy("a", End(NEW, 40), known, ends, seconds=30.0, is_able=False)) is Action.RECOVER

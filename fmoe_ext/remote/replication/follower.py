@@ -8,7 +8,9 @@ leads, recovery.py decides who will, by is_able() and the time since vacant and 
 
 A follower that refuses an update is removed from the record, and takes a copy (_join):
     1. JOIN: the leader copies the expert, and sends every later update from that moment on
-    2. updates that arrive before the copy does wait in _early
+    2. updates that arrive before the copy does wait in _early, and the answer says so: no update counts as
+       acknowledged by a member that has it only there. They hold memory of site.early; without room for one the copy
+       is given up, and another one begins.
     3. the copy is installed, then what the early updates add to it
     4. READY: the leader probes, and makes this server a member if its log ends where the leader's does
 """
@@ -20,7 +22,7 @@ import logging
 from fmoe_ext.remote import errors
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.replication import messages
-from fmoe_ext.remote.replication.leader import Leader
+from fmoe_ext.remote.replication.leader import TAKES_COPY, Leader
 from fmoe_ext.remote.replication.messages import Append, Reply
 from fmoe_ext.remote.replication.recovery import Loss
 from fmoe_ext.remote.replication.registry import Site
@@ -60,6 +62,7 @@ class Replica:
         self.joining: asyncio.Task[None] | None = None  # _join()
         self._joins_from = ""  # the leader whose copy is taken
         self._copying: asyncio.Task[Message] | None = None  # the call for a copy
+        self._copying_stopped = ""  # why that call was cancelled
         self._early: list[Append] = []  # updates that came before the copy
         self._idle_since = 0.0  # site.now()
 
@@ -96,9 +99,15 @@ class Replica:
         # 2. before the copy: updates wait
         if self.role is Role.JOINING:
             if append.update is None:
-                return self._reply("it takes a copy")
+                return self._reply(TAKES_COPY)
+            size = append.update.num_bytes
+            if not self.site.early.has_room(self.uid, size):
+                text = f"no room for an update of {size} bytes that came before its copy: {self.site.early}"
+                self.stop_copying(text)
+                return self._reply(text)
+            self.site.early.add(self.uid, size)
             self._early.append(append)
-            return self._reply()
+            return Reply(True, ledger.end, ledger.seen, is_early=True)
         # 3. a probe is accepted if the logs end alike, an update if it follows this log
         if append.update is None:
             if ledger.broken or append.end != ledger.end:
@@ -143,7 +152,7 @@ class Replica:
         """Begin to take a copy from the leader, if this server is no sound member and replicas are missing."""
         if self.joining is not None and not self.joining.done():
             if self._joins_from != leader.server:
-                self.stop_copying()
+                self.stop_copying(f"{self._joins_from} leads no longer")
             return
         endpoints = {} if record is None else record.endpoints
         is_member = self.site.name in endpoints
@@ -157,16 +166,21 @@ class Replica:
             self._joins_from = leader.server
             self.joining = asyncio.create_task(self._join(leader))
 
-    def stop_copying(self) -> None:
-        """Cancel the call for a copy, whose leader is gone; a copy that has come whole is still installed."""
+    def stop_copying(self, reason: str) -> None:
+        """Cancel the call for a copy; a copy that has come whole is still installed."""
         if self._copying is not None:
+            self._copying_stopped = reason
             self._copying.cancel()
+
+    def _take_early(self) -> list[Append]:
+        early, self._early = self._early, []
+        self.site.early.add(self.uid, -sum(append.update.num_bytes for append in early if append.update))
+        return early
 
     async def _join(self, leader: keys.Leader) -> None:
         """Take a copy from the leader, add the updates since, and become a member; see the top of this file."""
         site, ledger = self.site, self.ledger
         self.role = Role.JOINING
-        self._early.clear()
         meta = {"uid": self.uid, "server": site.name, "endpoint": site.server.endpoint}
         request = encode(Message({}, meta))
         download = site.peers.download(leader.endpoint, messages.JOIN, request, COPY_SECONDS)
@@ -176,7 +190,7 @@ class Replica:
             # end of this task apart: neither is cancelled with the other.
             await asyncio.wait((copying,))
             if copying.cancelled():
-                raise NotLeader(f"{leader.endpoint} leads no longer")
+                raise NotLeader(self._copying_stopped)
             copy = copying.result()
             term = Term.read(copy, "seen")
             if term < ledger.seen:
@@ -187,8 +201,7 @@ class Replica:
             await site.on_thread(lambda: write_state(site.server.host, copy))
             ledger.see(term)
             self.role = Role.FOLLOWER
-            early, self._early = self._early, []
-            for append in early:  # the copy has some of these already
+            for append in self._take_early():  # the copy has some of these already
                 if append.end > ledger.end and append.term == term:
                     self.receive(append)
             # 4. become a member
@@ -205,7 +218,7 @@ class Replica:
         except (Exception, asyncio.CancelledError) as error:
             if self.role is Role.JOINING:
                 self.become_idle()
-                self._early.clear()  # their tensors are no longer needed
+                self._take_early()  # their tensors are no longer needed
             if isinstance(error, asyncio.CancelledError):
                 raise  # the server stops
             known = isinstance(error, (errors.RemoteError, WireError, NotLeader))

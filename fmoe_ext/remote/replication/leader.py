@@ -37,6 +37,7 @@ LEARN_SECONDS = 60.0  # that a server may take a copy: all updates are queued fo
 HOST_AGAIN = 3.0  # seconds between two requests to other servers to become a replica
 NOTE_EVERY = 5.0  # seconds between two notes of the log's end in the record
 LEAST_RESERVED = 64  # updates that a note reserves at least, for an expert that is being trained
+TAKES_COPY = "it takes a copy"  # why a member is removed, or refuses a probe
 
 
 class Leader:
@@ -142,8 +143,11 @@ class Leader:
                 self.end(f"{sender.server} has a longer log")
                 raise NotLeader
         # 4. its log branches off, or it did not answer: it is no member any more, and may take a copy
-        if reply is None or not reply.is_accepted:
-            await self._remove(sender, sender.failure or "its log is another one")
+        if reply is None or not reply.is_accepted or reply.is_early:
+            is_early = reply is not None and reply.is_early
+            await self._remove(
+                sender, sender.failure or (TAKES_COPY if is_early else "its log is another one")
+            )
 
     def probe(self) -> Append:
         return Append(self.uid, self.term, self.ledger.committed, self.shipped)
@@ -163,7 +167,7 @@ class Leader:
             self.shipped = update.end
             append = Append(self.uid, self.term, self.ledger.committed, update.end, update)
             # to all at once, joining servers too; each sender keeps the order
-            acks = [(sender, sender.put(append)) for sender in self.senders.values()]
+            acks = [(s, s.put(append), s.server in self.needed) for s in self.senders.values()]
             if acks or update.end.version > self.reserved:
                 task = asyncio.create_task(self._commit(update.end, acks))
                 self._commits.add(task)
@@ -173,12 +177,16 @@ class Leader:
         if version <= self.committed.version:  # a repeated request, whose update every member has
             self._advance(self.committed)
 
-    async def _commit(self, end: End, acks: list[tuple[Sender, "asyncio.Future[Reply | None]"]]) -> None:
+    async def _commit(
+        self, end: End, acks: list[tuple[Sender, "asyncio.Future[Reply | None]", bool]]
+    ) -> None:
         try:
-            for sender, ack in acks:
+            for sender, ack, was_needed in acks:
                 reply = await ack
-                if reply is None or not reply.is_accepted:
-                    await self._remove(sender, sender.failure)
+                # A member that takes a copy may lose what waits for it. One that was no member when this was sent may
+                # be by now: promote() has asked whether it has everything.
+                if reply is None or not reply.is_accepted or (reply.is_early and was_needed):
+                    await self._remove(sender, sender.failure or TAKES_COPY)
             await self.reserve(end.version)
         except NotLeader:
             return

@@ -47,6 +47,7 @@ class Reply:
     end: End  # of its log
     seen: Term  # the largest term that it knows of
     reason: str = ""  # why it is refused; "" for a log that ends elsewhere
+    is_early: bool = False  # accepted, but it waits for a copy: the log has it only if the copy comes
 
 
 def append_message(append: Append) -> Message:
@@ -159,7 +160,8 @@ class Sender:
             try:
                 answer = await self._peers.call(self.endpoint, APPEND, data, end - clock())
                 is_accepted, reason = answer.number("accepted") == 1, answer.meta.get("reason", "")
-                return Reply(is_accepted, _read_end(answer, "end"), Term.read(answer, "seen"), reason)
+                end_and_seen = _read_end(answer, "end"), Term.read(answer, "seen")
+                return Reply(is_accepted, *end_and_seen, reason, answer.meta.get("early") == "1")
             except QUICK:
                 if clock() + PAUSE >= end:
                     raise
@@ -184,6 +186,7 @@ def settle(future: "asyncio.Future[Reply | None]", result: Reply | None) -> None
 def reply_message(reply: Reply) -> Message:
     """Return the message of a reply."""
     meta = {"accepted": str(int(reply.is_accepted)), "reason": reply.reason[:500]}
+    meta["early"] = str(int(reply.is_early))
     return Message({}, {**meta, **reply.seen.meta("seen"), **_end("end", reply.end)})
 
 

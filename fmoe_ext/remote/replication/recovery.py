@@ -35,7 +35,7 @@ class Vacancy:
 
     server: str  # that decides
     end: End  # of its log
-    is_able: bool  # its state can be trusted, if the record has it as a member
+    is_able: bool  # its state can be trusted
     record: keys.Members | None
     revision: int  # of the record
     alive: Collection[str]  # servers with a lease
@@ -79,10 +79,10 @@ def decide(vacancy: Vacancy) -> Action:
         return Action.WAIT  # a member that makes no offer leads, or is about to
     if max(offers.values(), default=None) != (vacancy.end, me):
         return Action.WAIT
-    # 4. it waits for a better state, but not long if it has all that the record knows of
+    # 4. it waits for a better state, but not long if it has all that the record knows of, and can be trusted
     if vacancy.record is None and set(vacancy.alive) == {me} and not vacancy.lacks:
         wait = 0.0  # a new expert, and the only server
-    elif vacancy.end >= record.end and not vacancy.lacks:
+    elif vacancy.end >= record.end and not vacancy.lacks and vacancy.is_able:
         wait = RECOVERY_LOOK
     else:
         wait = vacancy.recovery_wait

@@ -25,6 +25,7 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.etcd import client as etcd
 from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.etcd.client import Answer, Entry, EtcdClient
+from fmoe_ext.remote.server.fair_queue import ByteBudget
 from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
 
@@ -297,6 +298,7 @@ class Site:
     registry: Registry
     peers: Caller  # calls other servers
     server: Server
+    early: ByteBudget  # of updates that wait for copies, by expert
 
     def now(self) -> float:
         return asyncio.get_running_loop().time()

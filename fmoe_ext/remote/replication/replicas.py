@@ -36,6 +36,7 @@ from fmoe_ext.remote.server.ledger import NotLeader, Term
 from fmoe_ext.remote.server.options import Replication
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.service import Intake
+from fmoe_ext.remote.server.state import end_of_weights
 from fmoe_ext.remote.wire import MAX_MESSAGE_BYTES, STATE, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
@@ -83,7 +84,8 @@ class ReplicatedExperts:
     async def begin(self, server: Server) -> None:
         """Do start() without the methods that other servers call: the simulation of the tests has its own network."""
         self.server = server
-        self._site = Site(self.name, self.options, self.registry, self.peers, server)
+        early = ByteBudget(server.service.budget.limit)
+        self._site = Site(self.name, self.options, self.registry, self.peers, server, early)
         loop = asyncio.get_running_loop()
 
         def await_commit(uid: str, version: int, finish: Finish, fail: Fail) -> None:
@@ -283,7 +285,7 @@ class ReplicatedExperts:
         elif leader is None:
             if own is not None:
                 own.end("its key is gone")
-            replica.stop_copying()
+            replica.stop_copying("nobody leads")
             await self._fill(replica, record, revision)
         # 3. another server leads: follow it, or take a copy
         elif leader.server != self.name:
@@ -298,10 +300,13 @@ class ReplicatedExperts:
                 own.end("its key is another one")
             await self.registry.abandon(replica.uid, guard)
         # 5. this server leads
-        elif own.holds():
-            await own.look_after()
-        else:
+        elif not own.holds():
             own.end("its lease is over")
+        # an update that it followed has failed after it began to lead: the other members have it
+        elif replica.ledger.broken:
+            own.end(f"its weights cannot be trusted: {replica.ledger.broken}")
+        else:
+            await own.look_after()
 
     # ---------------------------------------------------------------- nobody leads
 
@@ -331,9 +336,10 @@ class ReplicatedExperts:
             replica.hopeless_since = now
         if replica.role is Role.JOINING:  # its state is about to be replaced by a copy
             return
+        ledger = replica.ledger
         vacancy = Vacancy(
             server=self.name,
-            end=replica.ledger.end,
+            end=end_of_weights(ledger) if ledger.broken else ledger.end,
             is_able=replica.is_able(),
             record=record,
             revision=revision,
@@ -343,9 +349,9 @@ class ReplicatedExperts:
             hopeless_seconds=now - replica.hopeless_since,
             recovery_wait=self.options.recovery_wait,
             ttl=self.options.ttl,
-            start=replica.ledger.start,
-            requests=replica.ledger.num_requests,
-            lacks=replica.ledger.lacks,
+            start=ledger.start,
+            requests=ledger.num_requests,
+            lacks=ledger.lacks,
         )
         action = recovery.decide(vacancy)
         if action is Action.OFFER:
@@ -367,6 +373,9 @@ class ReplicatedExperts:
         if not guard or lease != self.registry.lease or replica.role is Role.JOINING:
             return
         replica.vacant = None
+        if replica.ledger.broken:  # a broken member leads only if decide() knows of no better state
+            text = "%s goes on with weights that cannot be trusted (%s): no other replica is left"
+            log.error(text, replica.uid, replica.ledger.trust())
 
         # 2. the leadership itself
 

@@ -74,6 +74,10 @@ class Update:
     requests: tuple[Request, ...]  # a replica that repeats them in this order gets the same bits
     digest: str = ""  # of the weights after it; "": not taken
 
+    @property
+    def num_bytes(self) -> int:
+        return sum(_size((*request.inputs, request.grad)) for request in self.requests)
+
 
 class Ledger:
     """The history of an expert; its methods are safe from any thread. Without replicas all updates are committed."""
@@ -198,6 +202,14 @@ class Ledger:
             self.seen = max(self.seen, end.term)
             self.tail.clear()
             self.broken, self.lacks = "", 0
+
+    def trust(self) -> str:
+        """Take broken weights for sound, because no others are left -> why they were broken. The log ends with them."""
+        with self.lock:
+            why, self.broken = self.broken, ""
+            while self.tail and self.tail[-1].end.version > self.version:  # received, and never applied
+                self.end, self.start = self.tail.pop().previous, None
+            return why
 
     def _move_to(self, end: End) -> None:
         if end.term != self.end.term:  # the first update of a term

@@ -25,6 +25,7 @@ FAULTS = (
     "silent sender",
     "update that followers refuse",
     "accept a damaged checkpoint",
+    "count what waits for a copy",
 )
 
 
@@ -42,6 +43,7 @@ class Server(NamedTuple):
     epoch: int = 0
     noticed: bool = False  # that the registry went back
     stopped: bool = False  # by SIGTERM, as the leader: it will start again
+    joining: bool = False  # a member that takes a copy: updates that come wait for it
     is_follower: bool = False  # only read by a fault
     stray: frozenset = frozenset()  # only written by a fault
     deaf: int = 0  # only written by a fault
@@ -71,6 +73,9 @@ class Budget(NamedTuple):
     stops: int = 0
     restores: int = 0
     damages: int = 0  # of the checkpoint of a server that is down
+    joins: int = (
+        0  # a member asks for a copy, as its weights cannot be trusted or no leader probes it in time
+    )
 
 
 class State(NamedTuple):
@@ -199,27 +204,30 @@ class Protocol:
             is_longer = (
                 reachable
                 and other.lease
+                and not other.joining
                 and s.role == CONFIRMING
                 and self.is_behind(end(s.log), end(other.log))
             )
             if is_longer and state.record.leader == i:
                 after = self._registry(state, leader=NOBODY, waited=False, successor=j)
                 yield f"{i} yields to {j}", False, self._with(after, i, **IDLE_AGAIN)
-            elif branches or (other.up and other.seen > s.term[0]):
+            elif branches or (other.up and (other.joining or other.seen > s.term[0])):
                 yield from self._remove(state, i, 1 << j, False)
             elif state.budget.losses:
                 yield from self._remove(self._spend(state, "losses"), i, 1 << j, True)
                 if self.broken == "silent sender":
                     after = self._spend(state, "losses")
                     yield f"the sender to {j} dies", True, self._with(after, i, deaf=s.deaf | 1 << j)
-        if s.role != OPEN or not other.up or other.role:
+        if not other.up or other.role:
             return
-        others = (s.members & ~(1 << j)).bit_count()
-        if others >= self.replicas:
+        if state.budget.joins and state.record.leader == i and state.record.members >> j & 1:
+            yield f"{j} asks for a copy", True, self._with(self._spend(state, "joins"), j, joining=True)
+        if not self._gives_copies(s, j):
             return
         if not is_member and not state.record.members >> j & 1 and other.seen <= s.term[0]:
-            if other.log != s.log or other.seen != s.term[0]:
-                after = self._with(state, j, log=s.log, seen=s.term[0], is_follower=True, stray=frozenset())
+            if other.joining or other.log != s.log or other.seen != s.term[0]:
+                copy = {"log": s.log, "seen": s.term[0], "is_follower": True, "stray": frozenset()}
+                after = self._with(state, j, **copy, joining=False)
                 yield f"{j} takes a copy from {i}", False, self._acked(after, i, j, len(s.log))
             elif state.record.leader == i:
                 members = s.members | 1 << j
@@ -232,6 +240,9 @@ class Protocol:
                         True,
                         self._step_down(self._spend(after, "answers"), i),
                     )
+
+    def _gives_copies(self, s, j):
+        return s.role == OPEN and (s.members & ~(1 << j)).bit_count() < self.replicas
 
     def _remove(self, state, i, bit, is_fault):
         if state.record.leader != i:
@@ -256,6 +267,9 @@ class Protocol:
         is_heard = bool(sender.up and sender.role and sender.term == term and not sender.deaf >> j & 1)
         n = len(other.log)
         after = state
+        if other.joining:
+            yield from self._put_aside(state, term, log, j, is_heard)
+            return
         if other.log != log[:n]:
             if other.seen < term[0]:  # refused, but the term is known now
                 yield f"{j} hears of term {term}", not is_heard, self._step_down(state, j, seen=term[0])
@@ -272,6 +286,16 @@ class Protocol:
                 yield f"{j} has {k} of term {term}, nobody knows", not is_heard, got
             if is_heard and sender.acked[j] < k:
                 yield f"{j} has {k} of term {term}", False, self._acked(got, term[1], j, k)
+
+    def _put_aside(self, state, term, log, j, is_heard):
+        """The entry waits for the copy: it is not in the log of j, and is gone if the copy fails."""
+        other, sender = state.servers[j], state.servers[term[1]]
+        if other.seen < term[0]:
+            state = self._with(state, j, seen=term[0])
+            yield f"{j} hears of term {term}, and takes a copy", not is_heard, state
+        k = min(len(log), max(len(other.log), sender.acked[j]) + 1)
+        if self.broken == "count what waits for a copy" and is_heard and sender.acked[j] < k:
+            yield f"{j} puts {k} of term {term} aside", False, self._acked(state, term[1], j, k)
 
     # ------------------------------------------------------------ nobody leads
 
@@ -309,7 +333,7 @@ class Protocol:
         alive_members = [i for i in live if record.members >> i & 1]
         for i in live:
             s = state.servers[i]
-            if s.role or self._needs_void(s, record):
+            if s.role or s.joining or self._needs_void(s, record):
                 continue
             if i in alive_members:
                 if record.successor not in (i, NOBODY) and record.successor in alive_members:
@@ -380,8 +404,14 @@ class Protocol:
 
     def _faults(self, state):
         budget = state.budget
+        leader = state.record.leader
         for i in SERVERS:
             s = state.servers[i]
+            if s.joining and not (leader >= 0 and self._gives_copies(state.servers[leader], i)):
+                yield f"the copy for {i} is refused", False, self._with(state, i, joining=False)
+            elif s.joining and budget.losses:
+                after = self._with(self._spend(state, "losses"), i, joining=False)
+                yield f"the call of {i} for a copy is lost", True, after
             if not s.up:
                 fresh = Server(log=s.log, seen=s.log[-1][0][0] if s.log else 0, epoch=state.record.epoch)
                 yield f"{i} starts", False, self._set(state, i, fresh)
@@ -530,7 +560,7 @@ class Protocol:
             and record.members & up == record.members
             and record.members.bit_count() == min(up.bit_count(), self.replicas)
             and {u for _, u in leader.log} <= state.acknowledged
-            and not any(s.noticed for s in state.servers)
+            and not any(s.noticed or s.joining for s in state.servers)
         )
 
 

@@ -13,6 +13,7 @@ SMALL = {
     "from nothing, one stop": (Budget(updates=1, stops=1), 1, False),
     "a damaged checkpoint": (Budget(updates=1, crashes=1, damages=1), 1, True),
     "a restored backup": (Budget(updates=1, restores=1), 3, True),
+    "a member takes a copy": (Budget(updates=2, joins=1, losses=1), 2, True),
 }
 LARGE = {
     "two crashes": (Budget(updates=2, crashes=2), 3, True),
@@ -23,6 +24,8 @@ LARGE = {
     "two crashes and a damaged checkpoint": (Budget(updates=1, crashes=2, damages=1), 2, True),
     "restore and lease": (Budget(updates=1, restores=1, expiries=1), 2, True),
     "restore and crash": (Budget(updates=1, restores=1, crashes=1), 2, True),
+    "copies and a crash": (Budget(updates=1, joins=2, crashes=1), 3, True),
+    "copy, lease and lost calls": (Budget(updates=1, joins=1, expiries=1, losses=1), 2, True),
 }
 MUTANTS = {
     "order by version": (Budget(updates=2, expiries=1, stops=1), 2, True),
@@ -34,6 +37,7 @@ MUTANTS = {
     "silent sender": (Budget(updates=1, losses=1), 3, True),
     "accept a damaged checkpoint": (Budget(updates=2, crashes=1, damages=1), 1, True),
     "update that followers refuse": (Budget(updates=1), 3, True),
+    "count what waits for a copy": (Budget(updates=1, joins=1), 2, True),
 }
 
 

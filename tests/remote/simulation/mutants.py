@@ -212,6 +212,19 @@ def count_leases_by_the_clock_on_the_wall(patch):
     patch.setattr(Registry, "_clock", property(lambda self: time.time, lambda self, _: None), raising=False)
 
 
+def count_what_waits_for_a_copy(patch):
+    """A member that takes a copy has acknowledged what came before it, and loses that with the copy."""
+    original = Replica.receive
+    patch.setattr(
+        Replica, "receive", lambda self, append: dataclasses.replace(original(self, append), is_early=False)
+    )
+
+
+def never_trust_a_broken_state(patch):
+    """A server whose weights cannot be trusted leads, as no other is left, and refuses every gradient."""
+    patch.setattr(Ledger, "trust", lambda self: self.broken)
+
+
 MUTANTS = {  # mutant: (faults, the first seed that finds it)
     order_by_version: (["cut", "stop", "kill"], 104),
     keep_the_wait_of_an_earlier_vacancy: (["stop"], 20),
@@ -230,4 +243,6 @@ MUTANTS = {  # mutant: (faults, the first seed that finds it)
     trust_names_of_files: (["misname"], 40),
     count_leases_by_the_clock_on_the_wall: (["pause"], 99),
     answer_after_the_membership: (["cut"], 0),
+    count_what_waits_for_a_copy: (["distrust", "kill"], 7),
+    never_trust_a_broken_state: (["distrust", "kill"], 3),
 }

@@ -84,6 +84,11 @@ def test_restored_registry_alone_loses_nothing(seed):
     World(seed, ["restore_etcd"]).run()
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_member_that_takes_a_copy_loses_nothing(seed):
+    World(seed, ["distrust", "kill"]).run()
+
+
 def test_seed_run_twice_gives_the_same_messages():
     runs = []
     for _ in range(2):

@@ -184,7 +184,7 @@ class World:
 
     async def _make_faults(self, seconds):
         rng, end = self.rng, self.loop.time() + seconds
-        kinds = self.faults or rng.sample(sorted(FAULTS), rng.randint(1, min(4, len(FAULTS))))
+        kinds = self.faults or rng.sample(sorted(DRAWN), rng.randint(1, min(4, len(DRAWN))))
         self.is_calm = set(kinds) <= CALM
         self.note("faults", kinds, "machines", len(self.servers), "replicas", self.replicas)
         await asyncio.sleep(rng.uniform(1.0, 4.0))
@@ -367,6 +367,18 @@ class World:
         disk.short_reads = self.rng.choice((0.0, 0.1))
         disk.blocked = set(self.rng.choice(((), (f"{UIDS[0]}.safetensors",))))
 
+    async def distrust(self):
+        """A follower finds that its weights differ from the leader's, and its call for a new copy may be lost."""
+        replicas = [replica for _, replica in self._replicas(UIDS[0]) if replica.role is Role.FOLLOWER]
+        if replicas:
+            replica = self.rng.choice(replicas)
+            self.note("distrust", replica.site.name)
+            replica.ledger.broken = "the weights differ from the leader's"
+            replica.site.registry.changed()  # its next look comes at once
+            self.network.loss = self.rng.choice((0.0, 0.3))
+            await asyncio.sleep(0.6)
+            self.network.loss = 0.0
+
     async def strange_errors(self):
         self.network.strange = 0.01
         await asyncio.sleep(2.0)
@@ -484,7 +496,7 @@ CALM = {
     "bad_disk",
     "damage_at_rest",
 }  # faults after which every member still answers
-FAULTS = {
+DRAWN = {  # by a run that is given no faults
     "kill": World.kill,
     "kill_leaders": World.kill_leaders,
     "stop": World.stop,
@@ -502,3 +514,4 @@ FAULTS = {
     "bad_disk": World.bad_disk,
     "strange_errors": World.strange_errors,
 }
+FAULTS = {**DRAWN, "distrust": World.distrust}
