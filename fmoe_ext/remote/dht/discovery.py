@@ -25,6 +25,7 @@ from fmoe_ext.remote.dht import records
 from fmoe_ext.remote.dht.messages import Item
 from fmoe_ext.remote.dht.node import Holder, KademliaNode, Nearby, NodeOptions
 from fmoe_ext.remote.dht.records import (
+    MAX_SKEW,
     MAX_TTL,
     Identity,
     SignedRecord,
@@ -218,8 +219,14 @@ class KademliaDiscovery(Discovery):
         now = self.node.clock.now()
         said = [r for at in near[uid_key(uid)].holders for r in at.records if r.uid == uid]
         own = [r for r in said if r.owner == self.identity.public and r.is_live(now)]
-        newest = max((r.fence for r in said), default=0)
-        # a claim that is renewed keeps its age; a new one is younger than all known ones, and so loses to them
+        # A claim that is renewed keeps its age; a new one is younger than all known ones, and so loses to them. But no
+        # node keeps a claim of the future: above a liar's fence ours would be refused. Half of the skew is left for
+        # nodes whose time is behind ours.
+        latest = now + MAX_SKEW / 2
+        if made_up := [r for r in said if r.is_claimed_after(latest)]:
+            text = "%s: a record of %s is refused, for it was claimed %.0f s in the future"
+            log.warning(text, uid, made_up[0].owner, made_up[0].fence / 1000 - now)
+        newest = max((r.fence for r in said if not r.is_claimed_after(latest)), default=0)
         fence = own[0].fence if own else max(int(now * 1000), newest + 1)
         metadata = dict(claim.metadata)
         if claim.endpoint != records.ENDPOINT:  # a value (store) may be written by any process of its owner

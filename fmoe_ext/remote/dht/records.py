@@ -70,6 +70,9 @@ class SignedRecord:
     def is_live(self, now: float) -> bool:
         return now < self.expires and not self.is_withdrawn
 
+    def is_claimed_after(self, moment: float) -> bool:
+        return self.fence > moment * 1000
+
 
 class Identity:
     """The key pair of an owner. If it is kept in a file, a server that restarts still owns its uids."""
@@ -96,6 +99,11 @@ class Identity:
                     os.fsync(file.fileno())  # else a power cut could leave the name without the key
                 with contextlib.suppress(FileExistsError):
                     os.link(part, path)
+            except OSError as error:
+                raise OSError(
+                    f"the identity {path} cannot be made ({error}): its file system must have room and hard links. "
+                    f"Name one on another disk, or make it by `(umask 077; head -c 32 /dev/urandom > {path})`"
+                ) from None
             finally:
                 os.unlink(part)
         check_private(path)

@@ -216,7 +216,7 @@ class RecordStore:
             return Refusal("it has expired" if record.expires <= now else f"it lives over {MAX_TTL:.0f} s")
         if is_misplaced(uid, owner):
             return Refusal("this place is for a value of another owner")
-        if record.fence > (now + MAX_SKEW) * 1000:
+        if record.is_claimed_after(now + MAX_SKEW):
             return Refusal("it was claimed in the future")
         # 2. of this owner: only a newer record, or the same one again
         slot = self._slots.get(key)

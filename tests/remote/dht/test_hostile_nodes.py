@@ -12,7 +12,7 @@ from fmoe_ext.remote.beam_search import beam_search
 from fmoe_ext.remote.dht import messages, storage
 from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.messages import Answer, Found, Header
-from fmoe_ext.remote.dht.records import Identity, prefix_key
+from fmoe_ext.remote.dht.records import Identity, prefix_key, uid_key
 from fmoe_ext.remote.dht.storage import Peer, RecordStore, Refusal
 
 TTL = 100.0
@@ -98,6 +98,29 @@ def test_node_that_repeats_its_record_has_one_vote():
     granted, again, answers = simulation.run(run())
     assert granted == again == {"expert.0"}
     assert answers == [["owner:1"]] * 6
+
+
+@pytest.mark.parametrize("seconds", [31, 59, 1e9])
+def test_record_of_the_future_keeps_nobody_from_a_claim(seconds, caplog):
+    """A new claim had to be younger than it, so that every honest node refused the claim."""
+
+    async def run():
+        network = Network(seed=13)
+        nodes = await network.nodes(5)
+        late = await network.node(nodes[0], skew=-20.0)
+        late.node.clock.offset = 0.0  # its time is behind the others'
+        liar = await network.node(nodes[0])
+        fence = int((network.seconds + seconds) * 1000)
+        signed = liar.identity.sign("expert.0", "", fence, 1, network.seconds + TTL)
+        liar.node.store.find = lambda key, now: [signed]
+        granted = await nodes[1].declare(["expert.0"], "owner:1", TTL)
+        kept = [len(d.node.store.find(uid_key("expert.0"), network.seconds)) for d in (*nodes, late)]
+        await close([*nodes, late, liar])
+        return granted, kept, liar.identity.public
+
+    granted, kept, owner = simulation.run(run())
+    assert granted == {"expert.0"} and kept == [1] * 6
+    assert f"expert.0: a record of {owner} is refused, for it was claimed {seconds:.0f} s" in caplog.text
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
 """Records and what a node keeps: forged, replayed, expired, oversize, foreign ones; caps; hostile messages."""
 
+import errno
 import json
 import os
 import random
@@ -62,6 +63,19 @@ def test_processes_that_start_at_once_have_one_identity(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "urandom", while_another_starts)
     assert Identity.at(tmp_path / "identity").public == others[0].public
     assert [path.name for path in tmp_path.iterdir()] == ["identity"]
+
+
+def test_identity_without_hard_links_is_refused_by_name(tmp_path, monkeypatch):
+    """FAT and some network disks: the start ended in a bare "Operation not permitted"."""
+
+    def link(*_):
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    monkeypatch.setattr(os, "link", link)
+    path = tmp_path / "identity"
+    with pytest.raises(OSError, match=rf"identity {path} cannot be made .*hard links.*head -c 32 .*> {path}"):
+        Identity.at(path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_half_an_identity_is_named(tmp_path):
