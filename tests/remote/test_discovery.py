@@ -69,6 +69,18 @@ def test_claim_outlives_the_lease_of_an_earlier_process_at_its_endpoint(ends, et
     assert run(later.get(["expert.0"])) == [None]
 
 
+def test_end_of_a_lease_is_said_and_another_ttl_refused(ends, etcd, caplog):
+    """Claims with another ttl had that of the first one; a server that slept too long never learned of it."""
+    one = ends(EtcdDiscovery(etcd))
+    run(one.declare(["expert.0", "expert.1"], "a:1", 30))
+    with pytest.raises(ValueError, match=r"one lease, of 30 s, but ttl is 10: use another EtcdDiscovery"):
+        run(one.declare(["expert.2"], "a:1", 10))
+    assert not caplog.text
+    run(one.etcd.revoke(one._lease))
+    assert run(one.declare(["expert.0", "expert.1"], "a:1", 10)) == {"expert.0", "expert.1"}
+    assert "the lease of 2 experts has ended" in caplog.text
+
+
 def test_uid_has_one_owner(pair):
     one, two = pair
     run(one.declare(["expert.0"], "a:1", 10))

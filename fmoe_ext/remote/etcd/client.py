@@ -11,6 +11,7 @@ timeout.
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import AsyncIterator, Awaitable, Sequence
@@ -37,6 +38,7 @@ try:
 except ImportError:  # needed for a registry alone: EtcdClient raises the error
     rpc, DecodeError = None, ValueError
 
+log = logging.getLogger("fmoe_ext.remote")
 MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
 
 
@@ -232,20 +234,31 @@ UNSEEN_FOR = 60.0
 class EtcdDiscovery(Discovery):
     """A directory in etcd: EtcdDiscovery("host:2379"). Claims are transactions, and expire with the claimer's lease.
 
-    All claims of one object lie under one lease, with the ttl of the first, and live while any of them is renewed.
+    All claims of one object lie under one lease, so they have one ttl, live while any of them is renewed, and end
+    together: a server that renews none in time has lost all of them until it claims again.
     It reads the keys of replicated experts too (etcd/keys.py): the leader takes gradients, all members answer forwards.
     """
 
     def __init__(self, endpoints: str):
         self.etcd = EtcdClient(endpoints)
         self._lease: int | None = None
+        self._ttl = 0.0  # of the lease
         self._held: set[str] = set()  # uids whose keys lie under the lease
 
     async def claim(self, claim: Claim) -> frozenset[str]:
         deadline = time.monotonic() + claim.timeout
         if self._lease is None or not await self.etcd.keep_alive(self._lease, claim.timeout):
+            if self._held:
+                text = "the lease of %d experts has ended, and others could claim them: they are claimed anew"
+                log.warning(text, len(self._held))
             self._lease = await self.etcd.grant(claim.ttl, deadline - time.monotonic())
+            self._ttl = claim.ttl
             self._held.clear()
+        elif claim.ttl != self._ttl:
+            raise ValueError(
+                f"the claims of this EtcdDiscovery have one lease, of {self._ttl:g} s, but ttl is {claim.ttl:g}: "
+                "use another EtcdDiscovery for it"
+            )
         mine, value = set(), dump(Leader("", claim.endpoint))
         for uid in claim.uids:
             key = leader_key(uid)
