@@ -1,5 +1,7 @@
 """Checkpoints of experts: what the disk gives back is what was written, or it is refused by name."""
 
+import asyncio
+import errno
 import random
 import types
 
@@ -14,6 +16,8 @@ from fmoe_ext.remote.server.checkpoints import Checkpoints, Damaged, Misnamed, d
 from fmoe_ext.remote.server.fair_queue import Job
 from fmoe_ext.remote.server.host import ExpertHost
 from fmoe_ext.remote.server.options import Options, Training
+from fmoe_ext.remote.server.pages import Metrics
+from fmoe_ext.remote.server.saving import Saver
 from fmoe_ext.remote.server.server import Server
 from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Message, WireError, encode
@@ -197,6 +201,25 @@ def test_file_that_is_whole_at_a_later_reading_is_loaded(saved, monkeypatch):
     assert (expert.version, expert.ledger.lacks) == (3, 0)
     for name, weight in server.host.parameters("expert.0").items():
         assert torch.equal(weight, state.tensors[f"weight/{name}"])
+
+
+def test_disk_that_answers_that_it_timed_out_is_tried_for_the_other_experts(tmp_path, monkeypatch):
+    """A network disk's ETIMEDOUT was taken for no answer: the last save of a server left the other experts out."""
+    host, write = trained_host("expert.0", "expert.1"), module.Folder.write
+
+    def time_out(self, name, parts):
+        if name.startswith("expert.0"):
+            raise TimeoutError(errno.ETIMEDOUT, "Connection timed out")
+        write(self, name, parts)
+
+    async def state_of(uid):
+        return read_state(host, uid)
+
+    monkeypatch.setattr(module.Folder, "write", time_out)
+    saver = Saver(Checkpoints(tmp_path), host, Metrics(), state_of)
+    failures = asyncio.run(saver.save(60.0))
+    assert failures == {"expert.0": f"[Errno {errno.ETIMEDOUT}] Connection timed out"}
+    assert (saver.is_stuck, saver.checkpoints.uids()) == (False, ["expert.1"])
 
 
 def test_file_of_an_earlier_release_is_loaded_with_a_warning(saved, caplog):

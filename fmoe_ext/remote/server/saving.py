@@ -151,7 +151,9 @@ class Saver:
             return  # it is hosted no more
         except Exception as error:  # the next expert is written even if this one cannot be
             timeouts = TimeoutError, asyncio.TimeoutError  # two classes before Python 3.11
-            self.is_stuck = patience is not None and isinstance(error, timeouts)
+            # ETIMEDOUT is a TimeoutError too, with a number: a disk that answers so is not stuck
+            is_late = isinstance(error, timeouts) and getattr(error, "errno", None) is None
+            self.is_stuck = patience is not None and is_late
             why = f"the disk did not answer within {patience:g} s" if self.is_stuck else f"{error}"
             self.metrics.add("checkpoint_failures_total")
             self.failures[uid] = why
