@@ -6,18 +6,27 @@
 
 An adapter that nobody takes raises when the block ends: a model that silently leaves its adapters out would train
 nothing. An adapter waits for the thread that gave it, since several threads may run one model.
+
+torch.compile cannot ask which thread runs a graph, and need not where one graph has both the block and the call: what
+was given to the tracer is taken by the tracer (_TRACED). Where something between them breaks the graph, given() runs
+outside of graphs, and take(), in a graph of its own, must leave it to ask for the thread.
 """
 
+import threading
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from threading import get_ident
 from typing import NamedTuple
 
 import torch
 from torch import nn
 
-# in a module's __dict__: {thread: {name of the parameter: adapter that waits for this thread's call of the module}}
-_KEY = "_fmoe_ext_adapters"
+from fmoe_ext.ops.outside_graphs import outside_graphs
+
+# In a module's __dict__. {thread: {name of the parameter: adapter that waits for this thread's call of the module}},
+# there only while a thread has given one: a graph is guarded by that
+_WAITING = "_fmoe_ext_adapters"
+_TRACED = "_fmoe_ext_traced_adapters"  # {name of the parameter: adapter} while a graph is traced, else empty
+_lock = threading.Lock()  # of _WAITING
 
 
 class Lora(NamedTuple):
@@ -43,22 +52,36 @@ def change_of(a: torch.Tensor, b: torch.Tensor, scale: float) -> torch.Tensor:
 
 def take(module: nn.Module) -> Mapping[str, Lora]:
     """Take the adapters that this call of a module must compute, by the parameter's name; compute all of them."""
-    waiting: dict[str, Lora] = module.__dict__.get(_KEY, {}).get(_thread(), {})
-    taken = dict(waiting)
-    waiting.clear()
+    if torch.compiler.is_dynamo_compiling() and module.__dict__.get(_TRACED):
+        traced: dict[str, Lora] = module.__dict__[_TRACED]
+        taken = dict(traced)
+        traced.clear()
+        return taken
+    return _of_thread(module) if _WAITING in module.__dict__ else {}
+
+
+@outside_graphs("an adapter was given outside of this graph, by a thread that no graph knows")
+def _of_thread(module: nn.Module) -> dict[str, Lora]:
+    with _lock:
+        waiting: dict[str, Lora] = module.__dict__.get(_WAITING, {}).get(threading.get_ident(), {})
+        taken = dict(waiting)
+        waiting.clear()
     return taken
 
 
-def _thread() -> int:
-    """Return the number of the calling thread; a compiled graph is the same for all."""
-    return 0 if torch.compiler.is_compiling() else get_ident()
-
-
+# A generator, which the compiler traces inside of a graph or not at all: a function of its own, called from here
+# outside of a graph, would be compiled by itself, and take itself for a part of one.
 @contextmanager
 def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
     """Give a parameter of a module an adapter; RuntimeError if the call in the block does not take it."""
-    left: dict[str, Lora] = module.__dict__.setdefault(_KEY, {}).setdefault(_thread(), {})
-    left[name] = adapter
+    is_traced = torch.compiler.is_dynamo_compiling()
+    if is_traced:
+        left: dict[str, Lora] = module.__dict__.setdefault(_TRACED, {})
+        left[name] = adapter
+    else:
+        with _lock:
+            left = module.__dict__.setdefault(_WAITING, {}).setdefault(threading.get_ident(), {})
+            left[name] = adapter
     try:
         yield
         if name in left:
@@ -68,3 +91,9 @@ def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
             )
     finally:
         left.pop(name, None)
+        if not is_traced and not left:  # an outer block of this thread may have ended before, by an error
+            with _lock:
+                waiting = module.__dict__.get(_WAITING, {})
+                waiting.pop(threading.get_ident(), None)
+                if not waiting:
+                    module.__dict__.pop(_WAITING, None)

@@ -138,6 +138,45 @@ def test_as_alone(mix, num_threads):
     check_as_alone(layer, work, num_threads, 3)
 
 
+class Adapted(torch.nn.Module):
+    """A layer between a wrapper as lora.fuse() makes it and something that breaks the graph, compiled."""
+
+    def __init__(self, inner, breaks):
+        super().__init__()
+        self.inner, self.breaks = inner, breaks
+
+    def forward(self, x, counts, a, b):
+        with given(self.inner, "weight", Lora(a, b)):
+            if self.breaks:
+                torch._dynamo.graph_break()
+            return self.inner(x, counts)
+
+
+@pytest.mark.parametrize("breaks", [False, True], ids=["one graph", "broken graph"])
+def test_compiled_threads_have_their_own_adapters(breaks):
+    """A frame that is compiled by itself took adapters of other threads; also while one of them compiles."""
+    model = Adapted(make_layer().experts.htoh4, breaks)
+    compiled = torch.compile(model, backend="eager", fullgraph=not breaks)
+    counts = torch.full((E,), 2)
+
+    def inputs(number):
+        generator = torch.Generator().manual_seed(number)
+        sizes = ((2 * E, D), (E, 2, D), (E, 48, 2))
+        x, a, b = (torch.randn(*size, generator=generator) for size in sizes)
+        return x, counts, a, b
+
+    expected = [model(*inputs(number)) for number in range(4)]
+    begin = threading.Barrier(4)
+
+    def run(number):
+        begin.wait()
+        return all(torch.equal(compiled(*inputs(number)), expected[number]) for _ in range(100))
+
+    with ThreadPoolExecutor(4) as threads:
+        assert list(threads.map(run, range(4))) == [True] * 4
+    assert not model.inner.__dict__.keys() & {"_fmoe_ext_adapters"}  # nothing waits
+
+
 def check_as_alone(shared, work, num_threads, num_rounds):
     """Each thread does its share of the work, [(role, input)], all at the same time, on what they share."""
     alone = [role(shared, x) for role, x in work]
