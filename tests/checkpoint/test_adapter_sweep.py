@@ -180,6 +180,15 @@ def test_adapters_of_shared_experts_are_not_merged(tmp_path):
     assert "share model.decoder.layers.0.experts.gate_up_proj" in outcomes["gate_up", "merge"]
 
 
+@pytest.mark.parametrize("pattern", [r"gate\.weight", r".*\.gate"])
+def test_pattern_is_compared_with_the_parameter_that_is_adapted(pattern, tmp_path):
+    """PEFT gives a router of target_parameters the lora_alpha of its weight's name, not of its module's."""
+    options = {"target_parameters": [*BOTH, ROUTER], "alpha_pattern": {pattern: 7}}
+    outcomes = sweep("Qwen3MoeForCausalLM", tmp_path, {"router": options})
+    assert outcomes["router", "merge"] == outcomes["router", "peft-0.19"] == "equal"
+    assert ("has one rank" in outcomes["router", "vllm"]) == ("weight" in pattern)
+
+
 def sweep_all(folder, kinds):
     found = {}
     for architecture in every_moe():

@@ -128,6 +128,41 @@ def _with_own_ranks(name, base_folder, folder, tmp_path, to):
     convert(read_adapter(tmp_path / "apart"), to, tmp_path / "joined", ModelFolder(base_folder))
 
 
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+@pytest.mark.parametrize("pattern", [{"rank_pattern": {"q_proj": 8}}, {"alpha_pattern": {"q_proj": 7}}])
+def test_servers_that_read_no_patterns(pattern, to, tmp_path):
+    """A module's own rank or lora_alpha is refused; a pattern of modules that have no adapter is left out."""
+    trained("qwen3_moe", tmp_path / "adapter")
+    rewritten(tmp_path / "adapter", lambda k, v: (k, v), **{name: {"k_proj": 9} for name in pattern})
+    convert(read_adapter(tmp_path / "adapter"), to, tmp_path / "out")
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    assert config["rank_pattern"] == config["alpha_pattern"] == {}
+    rewritten(
+        tmp_path / "adapter",
+        lambda k, v: (
+            k,
+            torch.cat([v, v], int("lora_B" in k)) if "q_proj" in k and "rank" in str(pattern) else v,
+        ),
+        **pattern,
+    )
+    with pytest.raises(CheckpointError, match=rf"{to} has one rank .*'model\.layers\.0\.self_attn\.q_proj'"):
+        convert(read_adapter(tmp_path / "adapter"), to, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize("to", ["vllm", "sglang"])
+def test_scale_of_rslora_is_that_of_each_server(to, tmp_path):
+    """SGLang divides lora_alpha by r in any case (its issue 40835)."""
+    trained("qwen3_moe", tmp_path / "adapter", rank=4)
+    rewritten(tmp_path / "adapter", lambda k, v: (k, v), use_rslora=True)
+    convert(read_adapter(tmp_path / "adapter"), to, tmp_path / "out")
+    config = json.loads((tmp_path / "out/adapter_config.json").read_text())
+    scale = config["lora_alpha"] / (
+        config["r"] ** 0.5 if to == "vllm" and config["use_rslora"] else config["r"]
+    )
+    assert scale == 12 / 4**0.5 and config["use_rslora"] == (to == "vllm")
+
+
 @pytest.mark.parametrize("made", ["qwen3_moe"], indirect=True)
 def test_gate_and_up_with_own_factors_join_at_twice_the_rank(made, tmp_path):
     name, base_folder, folder, _, start = made
@@ -450,6 +485,25 @@ def test_patterns_name_modules_of_experts(form, prefix, tmp_path):
 def test_factors_of_rank_0_are_refused(form, tmp_path):
     with pytest.raises(CheckpointError, match=r"lora_A \[2, 0, 4\]|differ in rank or shape, or have none"):
         read_adapter(_single_experts(tmp_path, form, 0))
+
+
+def test_adapter_that_is_not_finite_is_not_converted(tmp_path):
+    """Two changes of NaN were equal to the check by PEFT, whatever they were."""
+    base("qwen3_moe", tmp_path / "base")
+    trained("qwen3_moe", tmp_path / "adapter")
+    rewritten(tmp_path / "adapter", lambda k, v: (k, v * torch.nan if "experts.lora_B" in k else v))
+    adapter = read_adapter(tmp_path / "adapter", "rank_major")
+    with pytest.raises(
+        CheckpointError, match=r"the adapter's change of \S+\.experts\.down_proj is not finite"
+    ):
+        convert(adapter, "peft-0.19", tmp_path / "out", ModelFolder(tmp_path / "base"))
+    assert not (tmp_path / "out").exists()
+
+
+def test_scratch_without_model_is_refused(tmp_path):
+    trained("qwen3_moe", tmp_path / "adapter")
+    with pytest.raises(SystemExit, match="--scratch is for --model"):
+        cli.main(["check", str(tmp_path / "adapter"), "--scratch", str(tmp_path)])
 
 
 @pytest.mark.parametrize("made", ["mixtral"], indirect=True)

@@ -73,6 +73,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return 0
         if options.model and base is None:
             raise CheckpointError("--model needs --base FOLDER")
+        if options.scratch and not options.model:
+            raise CheckpointError("--scratch is for --model, which merges into it: give both or neither")
         # check; its --model needs a merged model, which is written to a folder for that time
         report = check(adapter, base)
         if options.model and base is not None and not report["problems"]:

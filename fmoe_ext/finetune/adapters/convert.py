@@ -33,9 +33,25 @@ from fmoe_ext.checkpoint.files import locked, made_folder, write_json
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import OURS, StoredTensor, write_safetensors
 from fmoe_ext.checkpoint.shards import check_is_free, new_folder
-from fmoe_ext.finetune.adapters.delta import half_rows, interleaves, lacks_gate, model_type
+from fmoe_ext.finetune.adapters.delta import (
+    half_rows,
+    interleaves,
+    lacks_gate,
+    model_type,
+    module_of,
+    plain_pairs,
+)
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, RANK_MAJOR, packed
-from fmoe_ext.finetune.adapters.reading import CONFIG, PARAMETERS, PREFIX, WEIGHTS, Adapter, Factors, Pair
+from fmoe_ext.finetune.adapters.reading import (
+    CONFIG,
+    PARAMETERS,
+    PREFIX,
+    WEIGHTS,
+    Adapter,
+    Factors,
+    Pair,
+    name_for_patterns,
+)
 
 
 class _Layout(NamedTuple):
@@ -304,26 +320,40 @@ def _config(
     # target_modules: what the other tensors adapt, and the leaves of experts if these are modules.
     modules = set() if layout.form == "flat" else {n.rpartition(".")[2] for n in names}
     given = adapter.config.get("target_modules")
-    parameters = tuple(str(name) for name in adapter.config.get("target_parameters") or ())
     others = {k.removeprefix(PREFIX).rpartition(".lora_")[0] for k in adapter.others if ".lora_" in k}
-    others = {name for name in others if not f"{name}.weight".endswith(parameters or ("\0",))}
+    others = {name for name in others if name_for_patterns(adapter.config, name) == name}
     if isinstance(given, list):  # its short names, less those of experts that no other module has
         experts = {"w1", "w2", "w3", "gate_proj", "up_proj", "down_proj"}
         others = {n for n in given if n not in experts or any(o.endswith(f".{n}") for o in others)}
     config["target_modules"] = sorted(others | modules)
     # Rank and lora_alpha of each leaf: patterns where they are not the config's own.
+    is_rslora = bool(config.get("use_rslora"))
+    used = [(leaves[role], f.rank, f.scaling) for parts in layers.values() for role, f in parts.items()]
+    if layout.one_rank:  # of every other module, too
+        pairs = plain_pairs(adapter, whole_modules=True)
+        used += [(module_of(key), a.shape[0], scaling) for key, (a, _, scaling) in pairs.items()]
     ranks: dict[str, set[tuple[int, float]]] = {}
-    for parts in layers.values():
-        for role, factors in parts.items():
-            alpha = factors.scaling * (factors.rank**0.5 if config.get("use_rslora") else factors.rank)
-            said = float(config["lora_alpha"])  # rounding of the scaling would change it by a bit
-            if math.isclose(alpha, said, rel_tol=1e-12):
-                alpha = said
-            ranks.setdefault(leaves[role], set()).add((factors.rank, alpha))
-    if layout.one_rank and set().union(*ranks.values()) != {(config["r"], config["lora_alpha"])}:
-        raise CheckpointError(
-            f"{to} has one rank and one lora_alpha for all modules, but here they are {ranks}: use per-expert"
-        )
+    for name, rank, scaling in used:
+        alpha = scaling * (rank**0.5 if is_rslora else rank)
+        said = float(config["lora_alpha"])  # rounding of the scaling would change it by a bit
+        if math.isclose(alpha, said, rel_tol=1e-12):
+            alpha = said
+        ranks.setdefault(name, set()).add((rank, alpha))
+    if layout.one_rank:
+        expected = config["r"], config["lora_alpha"]
+        if differing := {name: found for name, found in ranks.items() if found != {expected}}:
+            raise CheckpointError(
+                f"{to} has one rank and one lora_alpha for all modules, here {expected}, but they are {differing}: "
+                "use per-expert if gate and up have factors of their own; else merge the adapter, since vLLM and "
+                "SGLang do not read rank_pattern and alpha_pattern"
+            )
+        config |= {
+            "rank_pattern": {},
+            "alpha_pattern": {},
+        }  # of modules that are not adapted; SGLang refuses them
+        if to == "sglang" and is_rslora:  # which SGLang does not read: it divides by r
+            config |= {"use_rslora": False, "lora_alpha": config["lora_alpha"] * config["r"] ** 0.5}
+        return config
     for leaf, found in ranks.items():
         if len(found) > 1:
             raise CheckpointError(f"the layers differ in rank or lora_alpha of {leaf}: {sorted(found)}")

@@ -20,7 +20,14 @@ from fmoe_ext.checkpoint.base_experts import BaseExperts, Experts
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.families import FAMILIES
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
-from fmoe_ext.finetune.adapters.reading import PREFIX, Adapter, Factors, Pair, scaling_of
+from fmoe_ext.finetune.adapters.reading import (
+    PREFIX,
+    Adapter,
+    Factors,
+    Pair,
+    name_for_patterns,
+    scaling_of,
+)
 
 _Rows: TypeAlias = slice | torch.Tensor
 _Loaded: TypeAlias = Mapping[str, tuple[Factors, Pair]]  # {projection: (its factors, what their read() gave)}
@@ -136,7 +143,8 @@ def plain_pairs(
         b = adapter.others.get(other)
         if b is None or len(a.shape) != 2 or len(b.shape) != 2 or a.shape[0] != b.shape[1] or not a.shape[0]:
             raise CheckpointError(f"{adapter.folder}: {key} has no lora_B that fits it")
-        pairs[key] = a, b, scaling_of(adapter.config, module_of(key), a.shape[0])
+        name = name_for_patterns(adapter.config, module_of(key))
+        pairs[key] = a, b, scaling_of(adapter.config, name, a.shape[0])
         used |= {key, other}
     # what is no pair: tensors of modules that PEFT saves whole, or parts of adapters that are not known
     left = sorted(k for k in adapter.others.keys() - used if ".lora_" in k or not whole_modules)

@@ -65,7 +65,9 @@ def why_not(adapter: Adapter, layers: _Layers, folder: Path, base: ModelFolder) 
         else:
             is_same = theirs.shape in (ours.shape, ours.mT.shape)
             ours = ours if theirs.shape == ours.shape else ours.mT  # of a model that stores [in, out]
-            if not is_same or (theirs - ours).norm() > 1e-6 * ours.norm():
+            if not ours.isfinite().all():
+                return f"the adapter's change of {name} is not finite"
+            if not is_same or not (theirs - ours).norm() <= 1e-6 * ours.norm():  # of NaN neither is true
                 return f"PEFT {peft.__version__} reads another change of {name}"
     # Modules that are saved whole.
     kept: dict[str, Tensor] = {}

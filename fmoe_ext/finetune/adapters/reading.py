@@ -240,6 +240,13 @@ def _from_pattern(config: Mapping[str, Any], name: str, module: str) -> Any:
     return default
 
 
+def name_for_patterns(config: Mapping[str, Any], module: str) -> str:
+    """Return the name of a linear layer that PEFT compares with patterns: its weight's, if target_parameters has it."""
+    weight = f".{module}.weight"
+    targets = config.get("target_parameters") or ()
+    return weight[1:] if any(weight.endswith(f".{target}") for target in targets) else module
+
+
 def scaling_of(config: Mapping[str, Any], module: str, rank: int) -> float:
     """Return the factor of b @ a for a module: alpha / rank, or alpha / sqrt(rank) with rsLoRA."""
     alpha = _from_pattern(config, "alpha", module)
