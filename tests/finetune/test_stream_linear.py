@@ -271,7 +271,20 @@ def test_config_with_another_shape(tmp_path):
     config = json.loads((path / "config.json").read_text())
     config["num_attention_heads"] = 8
     (path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(CheckpointError, match=r"does not fit its config\.json"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"does not fit its config\.json: .*o_proj\.weight is \[256, 256\] in the files, but \[256, 512\]",
+    ):
+        streamed(path)
+
+
+def test_other_errors_of_the_loader_keep_their_text(tmp_path, monkeypatch):
+    def no_memory(*_, **__):
+        raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
+
+    path, _ = folder_in(tmp_path, "int4")
+    monkeypatch.setattr("transformers.PreTrainedModel.from_pretrained", no_memory)
+    with pytest.raises(RuntimeError, match=r"^DefaultCPUAllocator: can't allocate memory$"):
         streamed(path)
 
 

@@ -5,6 +5,7 @@ import torch
 
 from fmoe_ext import info
 from fmoe_ext.ops import cpu_isa, fast_bfloat16
+from fmoe_ext.ops.processor import fast_float16
 
 X86 = {"architecture": "x86_64", "cpu_name": "AMD EPYC"}
 INTEL = {**X86, "cpu_name": "Intel Xeon", "avx512_bf16": True}
@@ -29,6 +30,23 @@ def test_fast_bfloat16_follows_the_processor(monkeypatch, capabilities, aten, ex
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
     monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
     assert fast_bfloat16.__wrapped__() is expected
+
+
+@pytest.mark.parametrize(
+    ("capabilities", "aten", "expected"),
+    [
+        ({**X86, "avx512_bf16": True}, "AVX512", False),  # Zen 4
+        ({**INTEL, "avx512_fp16": True}, "AVX512", True),
+        ({**INTEL, "avx512_fp16": True}, "AVX2", False),
+        ({"architecture": "aarch64", "bf16": True}, "DEFAULT", True),
+    ],
+)
+def test_fast_float16_follows_the_processor(monkeypatch, capabilities, aten, expected):
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: capabilities)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: aten)
+    fast_bfloat16.cache_clear()
+    assert fast_float16.__wrapped__() is expected
+    fast_bfloat16.cache_clear()
 
 
 @pytest.mark.skipif("FMOE_CPU_ISA" in os.environ, reason="FMOE_CPU_ISA names the instruction set")

@@ -21,7 +21,7 @@ from fmoe_ext.checkpoint.methods import PackedTensor
 from fmoe_ext.finetune.streaming.placeholder import PackedWeight
 from fmoe_ext.finetune.streaming.pool import in_huge_pages
 from fmoe_ext.ops.grouped_gemm import grouped_gemm
-from fmoe_ext.ops.processor import fast_bfloat16
+from fmoe_ext.ops.processor import fast_bfloat16, fast_float16
 
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -88,11 +88,11 @@ class SixteenBitLinear(nn.Linear):
 
 
 def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activations: bool = False) -> None:
-    """Replace linear layers whose weight is a PackedWeight; where torch is slow at 16 bits, the others too.
+    """Replace linear layers whose weight is a PackedWeight, and others of 16 bits where torch is slow at theirs.
 
     stored: packed weights by name. int8_activations: as in Quantized.
     """
-    is_slow = not fast_bfloat16()
+    is_slow = {torch.bfloat16: not fast_bfloat16(), torch.float16: not fast_float16()}
     memory = _HugePages()
     # a list, since modules are replaced under way
     for path, layer in list(model.named_modules()):
@@ -103,7 +103,7 @@ def replace_linear(model: nn.Module, stored: dict[str, PackedTensor], int8_activ
             packed = stored[f"{path}.weight"].packed().map(memory.copy)
             used = packed.in_int8 if int8_activations else packed
             setattr(model.get_submodule(parent), name, PackedLinear(used, layer))
-        elif is_slow:
+        elif is_slow.get(layer.weight.dtype):
             setattr(model.get_submodule(parent), name, SixteenBitLinear(layer))
 
 

@@ -102,14 +102,19 @@ def stream(
     dtype = dtype or files.dtype
     skeleton = files.skeleton()
     layers, packed, state = _plan(files, skeleton, dtype)
-    # 2. The model, by Transformers' own loader.
-    try:
-        with torch.device("cpu"):  # where the buffers are, whatever the default device
-            model, found = type(skeleton).from_pretrained(
-                None, config=skeleton.config, state_dict=state, dtype=dtype, output_loading_info=True
-            )
-    except RuntimeError as error:
-        raise CheckpointError(f"{files.path} does not fit its config.json: {error}") from error
+    # 2. The model, by Transformers' own loader, which lists tensors of other shapes where it may ignore them.
+    listed = {"output_loading_info": True, "ignore_mismatched_sizes": True}
+    with torch.device("cpu"):  # where the buffers are, whatever the default device
+        model, found = type(skeleton).from_pretrained(
+            None, config=skeleton.config, state_dict=state, dtype=dtype, **listed
+        )
+    if wrong := sorted((name, [*ours], [*theirs]) for name, ours, theirs in found["mismatched_keys"]):
+        name, ours, theirs = wrong[0]
+        more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+        raise CheckpointError(
+            f"{files.path} does not fit its config.json: {name} is {ours} in the files, but {theirs} by config.json"
+            f"{more}"
+        )
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{files.path} lacks {', '.join(missing[:3])}{more}")

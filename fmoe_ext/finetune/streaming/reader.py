@@ -69,7 +69,7 @@ class Reader:
             self._open(path)
 
     def read(self, spans: Sequence[Span], into: "np.ndarray[Any, Any]") -> int:
-        """Fill the places of spans in `into` [num_bytes] uint8, transformed where they say so -> bytes, with the gaps.
+        """Fill the places of spans in `into` [num_bytes] uint8, transformed where they say so -> bytes that were read.
 
         Raises CheckpointError if a file ends too early or cannot be read.
         """
@@ -95,7 +95,9 @@ class Reader:
         # neighbours go to different threads, so that the disk sees its file in order
         shares = [chunks[first::_THREADS] for first in range(min(_THREADS, len(chunks)))]
         self._all(functools.partial(self._read, into), shares)
-        return sum(chunk.end - chunk.begin for chunk in chunks)
+        if self.through_cache:  # each span by itself
+            return sum(span.num_bytes for chunk in chunks for span in chunk.spans)
+        return sum(chunk.end - chunk.begin for chunk in chunks)  # with the gaps
 
     def _all(self, function: Callable[..., None], *arguments: Sequence[Any]) -> None:
         """Call a function in the threads. When this ends, also by an error or Ctrl-C, none of them writes any more."""
