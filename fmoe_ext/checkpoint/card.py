@@ -14,7 +14,7 @@ from fmoe_ext.checkpoint.files import atomic_file
 
 _CARD = "README.md"
 _IN_CACHE = re.compile(r"models--([^/]+)--([^/]+)/snapshots/")  # of the hub's cache: owner and name
-_NAME = re.compile(r"[\w.-]+/[\w.-]+")
+_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")  # not ../base, which is a path
 
 
 def hub_name(model: str | Path | None) -> str | None:
@@ -56,8 +56,11 @@ def render_card(
         "pipeline_tag": pipeline,
         "tags": ["fmoe_ext", "mixture-of-experts", *tags],
     }
-    # the table under the title
+    # the table under the title: a value of several lines, or with a bar, would break its row
     rows = {"base model": shown(base), **facts}
+    cells = {
+        key: " ".join(str(v).splitlines()).replace("|", r"\|") for key, v in rows.items() if v is not None
+    }
     return "\n".join(
         [
             "---",
@@ -70,7 +73,7 @@ def render_card(
             "",
             "| | |",
             "|---|---|",
-            *(f"| {key} | {value} |" for key, value in rows.items() if value is not None),
+            *(f"| {key} | {cell} |" for key, cell in cells.items()),
             "",
             "```",
             command,

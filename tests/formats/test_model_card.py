@@ -29,6 +29,15 @@ def test_names_of_models(tmp_path):
     cached = tmp_path / "hub/models--Qwen--Qwen3-30B-A3B/snapshots/0123"
     assert hub_name(cached) == hub_name("Qwen/Qwen3-30B-A3B") == "Qwen/Qwen3-30B-A3B"
     assert hub_name(tmp_path) is hub_name(None) is None and shown(tmp_path / "mine") == "mine"
+    assert (
+        all(hub_name(path) is None for path in ("../base", "./base", "base/.."))
+        and shown("../base") == "base"
+    )
+
+
+def test_value_with_a_bar_or_of_several_lines_is_one_cell():
+    text = render_card("t", "w", None, {"text": "a|b\nc"}, "true")
+    assert "| text | a\\|b c |\n" in text
 
 
 def test_head_is_what_the_hub_reads():
