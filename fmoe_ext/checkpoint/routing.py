@@ -296,6 +296,8 @@ def check_config(config: Mapping[str, Any], layers: Iterable[tuple[str, FMoE]]) 
     activation = routing_of_config(config).get("activation")
     keys = family.config if family else _USUAL_CONFIG
     facts = family.facts_of(said) if family else {name: said.get(key) for name, key in keys.items()}
+    if family:  # of a gate with a table
+        facts.setdefault("score", _USUAL["score"])
     scale = facts.pop("output_scale", 1)
     for name, layer in layers:
         where, options = name or "(root)", routing_of(layer)

@@ -304,6 +304,20 @@ CLAMPED = FMoETransformerMLP(E, D, H, activation=ClampedSwiGLU(limit=5.0), bias=
 SIGMOID = FMoETransformerMLP(E, D, H, activation="swiglu", bias=False, gate=SigmoidGate)
 
 
+def test_score_of_a_gate_with_a_table_is_compared():
+    gate = functools.partial(HashGate, vocab_size=8, score="sigmoid")
+    layer = FMoETransformerMLP(
+        E, D, H, activation=GatedActivation(nn.SiLU(), limit=5.0), bias=False, gate=gate
+    )
+    config = {"model_type": "deepseek_v4", "swiglu_limit": 5.0}
+    with pytest.raises(
+        checkpoint.CheckpointError, match=r"the gate of mlp has score=sigmoid, but every deepseek_v4 "
+    ):
+        check_config(config, [("mlp", layer)])
+    layer.gate.score = "sqrtsoftplus"
+    check_config(config, [("mlp", layer)])
+
+
 @pytest.mark.parametrize(
     ("config", "layer", "text"),
     [
