@@ -40,6 +40,7 @@ from fmoe_ext.checkpoint.model_state import EXPERT_NAME
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 _FILE = "model_optim_rng.pt"
+_OF_DISTRIBUTED_OPTIMIZER = "model_rng.pt"  # of Megatron-LM v3.0.2, whose optimizer has files of its own then
 _RANK_FOLDER = re.compile(r"(?P<mp>mp_rank_\d{2}(?:_\d{3})?)(?:_dp_rank_(?P<dp>\d{4}))?")
 _FUSED_NAMES = ("htoh4.weight", "htoh4.bias", "h4toh.weight", "h4toh.bias")
 _GATES = (("gate.weight", 0), ("w_gate", 1))  # (matrix of a gate, its dimension of experts)
@@ -51,7 +52,10 @@ def is_fastmoe(path: Path) -> bool:
     One of Megatron-core has the tracker file too: ask megatron.is_torch_dist first.
     """
     path = Path(path)
-    return path.is_dir() and ((path / TRACKER).exists() or any(path.glob("mp_rank_*/" + _FILE)))
+    files = (_FILE, _OF_DISTRIBUTED_OPTIMIZER)
+    return path.is_dir() and (
+        (path / TRACKER).exists() or any(any(path.glob(f"mp_rank_*/{f}")) for f in files)
+    )
 
 
 def read_fastmoe(
@@ -73,6 +77,11 @@ def read_fastmoe(
         if match and (entry / _FILE).exists():
             file = inside(inside(folder, entry.name), _FILE)
             ranks.setdefault(match["mp"], {})[int(match["dp"] or 0)] = file
+    if not ranks and any(folder.glob(f"mp_rank_*/{_OF_DISTRIBUTED_OPTIMIZER}")):
+        raise CheckpointError(
+            f"{folder} is of Megatron-LM's distributed optimizer (mp_rank_*/{_OF_DISTRIBUTED_OPTIMIZER}), with which "
+            "the experts of ranks above 0 are not saved: save without --use-distributed-optimizer"
+        )
     if not ranks:
         raise CheckpointError(f"{folder} has no mp_rank_*/{_FILE}")
     if mp_rank is None and len(ranks) > 1:

@@ -11,6 +11,7 @@ from torch import nn
 
 from fmoe_ext import FMoETransformerMLP, checkpoint
 from fmoe_ext.checkpoint import CheckpointError, merge_fastmoe, read_fastmoe, write_fastmoe
+from fmoe_ext.checkpoint.convert import read
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.experts import to_per_expert_layout
 
@@ -224,6 +225,17 @@ def test_misfitting_files_are_refused(tmp_path):
     (tmp_path / "latest_checkpointed_iteration.txt").write_text("30")
     with pytest.raises(CheckpointError, match="says 30, but there is no iter_0000030"):
         read_fastmoe(tmp_path)
+
+
+def test_files_of_the_distributed_optimizer_are_refused_by_name(tmp_path):
+    """As Megatron-LM v3.0.2 names them."""
+    for name in ("mp_rank_00/model_rng.pt", "mp_rank_00_000/optim.pt"):
+        (tmp_path / name).parent.mkdir()
+        torch.save({"model": {}}, tmp_path / name)
+    with pytest.raises(
+        CheckpointError, match=r"distributed optimizer .*model_rng.*: save without --use-dist"
+    ):
+        read(tmp_path)
 
 
 def test_pipeline_stages_are_named(tmp_path):

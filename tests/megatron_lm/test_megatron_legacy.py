@@ -514,6 +514,14 @@ def test_copies_that_no_tag_tells_apart(pool, tmp_path):
         pool.run(functools.partial(resume, is_patched=False), str(tmp_path))
 
 
+def test_distributed_optimizer_is_refused_by_name(megatron):
+    """Rank 0 would wait for the others, which write FastMoE's files."""
+    megatron(use_distributed_optimizer=True)
+    for call in (lambda: save_checkpoint(1, None, None, None), lambda: load_checkpoint(None, None, None)):
+        with pytest.raises(ValueError, match=r"--use-distributed-optimizer .*: leave the option out"):
+            call()
+
+
 def test_checkpoint_name_and_missing_file(megatron, monkeypatch, tmp_path):
     megatron(load=str(tmp_path))
     mpu = sys.modules["megatron.mpu"]

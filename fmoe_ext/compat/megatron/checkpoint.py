@@ -48,8 +48,10 @@ def save_checkpoint(iteration: int, model: Any, optimizer: Any, lr_scheduler: An
     """Save the model of all ranks to args.save; all ranks call it.
 
     model: as Megatron's save_checkpoint takes it, with one chunk. Raises ValueError for an interleaved pipeline, and in
-    fp16 and bf16 for an optimizer that FastMoE has not patched, whose copies of experts are not known by a tag.
+    fp16 and bf16 for an optimizer that FastMoE has not patched, whose copies of experts are not known by a tag, and
+    for v3.0.2's distributed optimizer.
     """
+    _refuse_distributed_optimizer()
     if get_mpu().get_data_parallel_rank() == 0:
         _megatron("save_checkpoint")(iteration, model, optimizer, lr_scheduler)
         return
@@ -100,8 +102,9 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
     """Load what save_checkpoint saved to args.<load_arg> -> the iteration, 0 if there is none; all ranks call it.
 
     Random number generators of all ranks continue from rank 0's, as in Megatron without data_parallel_random_init.
-    Raises FileNotFoundError where this rank's file is missing.
+    Raises FileNotFoundError where this rank's file is missing, ValueError for v3.0.2's distributed optimizer.
     """
+    _refuse_distributed_optimizer()
     mpu = get_mpu()
     if mpu.get_data_parallel_rank() == 0:
         return _megatron("load_checkpoint")(model, optimizer, lr_scheduler, load_arg)
@@ -148,6 +151,15 @@ def load_checkpoint(model: Any, optimizer: Any, lr_scheduler: Any, load_arg: str
         _set_generators(state, mpu)
     dist.barrier()  # the one in Megatron's load_checkpoint
     return 0 if fresh else state.get("iteration", state.get("total_iters", iteration))
+
+
+def _refuse_distributed_optimizer() -> None:
+    """Raise ValueError on every rank: each saves a part of the optimizer, and FastMoE's files have no place for it."""
+    if getattr(get_args(), "use_distributed_optimizer", False):
+        raise ValueError(
+            "--use-distributed-optimizer divides the optimizer's state over ranks that have different experts, and "
+            "FastMoE's files have no place for it: leave the option out"
+        )
 
 
 def _set_generators(state: dict[str, Any], mpu: Any) -> None:
