@@ -144,12 +144,13 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
     """Round a weight [E, out, in] to the nearest values of a format, a name in FORMATS.
 
     Each scale comes from the largest magnitude of its block, in q4_k and q5_k from its least and largest value. int4
-    has groups of 32, symmetric; nf4 blocks of 64, without nested scales.
+    has groups of 32, symmetric; nf4 blocks of 64, without nested scales. GGUF's formats keep scales in float16, so a
+    block whose scale rounds to 0 there becomes zeros, as in llama.cpp: below 1e-4 in q6_k, 4e-6 in q8_0.
     importance: of each value, float that broadcasts to the weight, as [E, 1, in] for the mean square of each input.
     Several scales are then tried, and each block takes the one with the least sum of importance * error^2, which is
     never more than without an importance. For mxfp4, nvfp4, nf4 and q4_k.
-    Raises ValueError for an unknown format, for rows that are no whole blocks, and for an importance of other formats
-    or shapes, or with negative numbers.
+    Raises ValueError for an unknown format, for rows that are no whole blocks, for values that are not finite or whose
+    scales float16 does not hold, and for an importance of other formats or shapes, or with negative numbers.
 
     Example:
 
@@ -168,6 +169,8 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
         )
     # plain rounding, or scales by an importance
     values = weight.detach().float()
+    if values.numel() and not torch.stack(values.aminmax()).isfinite().all():
+        raise ValueError("weight must be finite, but it has infinities or NaN")
     if importance is None:
         return Quantized(format, *kind.pack(values))
     if not isinstance(kind, Fitted):

@@ -69,6 +69,24 @@ def test_refuses():
         quantize(normal(2, 96), "mxfp4")
 
 
+@pytest.mark.parametrize("name", FORMATS)
+def test_values_that_a_format_does_not_hold_are_refused(name):
+    """Scales of infinity decoded to NaN, and zeros times infinity too."""
+    for value in (torch.nan, torch.inf, -torch.inf):
+        weight = normal(1, 2, 256)
+        weight[0, 1, 7] = value
+        with pytest.raises(ValueError, match="weight must be finite"):
+            quantize(weight, name)
+    weight = normal(1, 2, 256) * 1e12
+    if name in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"):
+        with pytest.raises(
+            ValueError, match=r"the scale of a block is .*, and GGUF's formats keep scales in float16"
+        ):
+            quantize(weight, name)
+    else:
+        assert (quantize(weight, name).dequantize() - weight).norm() <= 1.1 * LOSS[name] * weight.norm()
+
+
 def test_nested_scales_of_nf4():
     code = torch.linspace(-1, 1, 256)
     index = torch.arange(600).remainder(256).to(torch.uint8)

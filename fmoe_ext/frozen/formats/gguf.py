@@ -305,8 +305,14 @@ def _half(data: torch.Tensor) -> torch.Tensor:
 
 
 def _bytes_of_half(values: torch.Tensor) -> torch.Tensor:
-    """Write [...] as float16 -> uint8 [..., 2]."""
-    return values.half()[..., None].view(torch.uint8)
+    """Write [...] as float16 -> uint8 [..., 2]; ValueError for scales that float16 does not hold."""
+    halves = values.half()
+    if not halves.isfinite().all():
+        raise ValueError(
+            f"the scale of a block is {values.abs().max().item():.3g}, and GGUF's formats keep scales in float16, up "
+            "to 65504: the weight's values are too large for them"
+        )
+    return halves[..., None].view(torch.uint8)
 
 
 def _inverse(scale: torch.Tensor) -> torch.Tensor:
