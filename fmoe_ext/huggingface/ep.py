@@ -84,25 +84,34 @@ def _stacks(experts: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 def _save_spread(model: Any, save_directory: Any, **options: Any) -> None:
     """Save the whole model: every rank calls it, the first of the job writes. Raises CheckpointError on every rank."""
-    # Replace each part by the whole, on the first rank; the others take part in gathering.
+    from fmoe_ext.checkpoint.errors import CheckpointError, together  # it brings torch.distributed.checkpoint
+
     given = options.pop("state_dict", None)
     state = dict(model.state_dict() if given is None else given)
-    for path, experts in model.named_modules():
-        if getattr(experts, "expert_parallel", None) is None:
-            continue
+    spread = [
+        (experts, [f"{path}.{name}" for name, _ in _stacks(experts)])
+        for path, experts in model.named_modules()
+        if getattr(experts, "expert_parallel", None) is not None
+    ]
+    with together(f"writing {save_directory}"):
+        if missing := [key for _, keys in spread for key in keys if key not in state]:
+            more = f" and {len(missing) - 1} more" if len(missing) > 1 else ""
+            raise CheckpointError(
+                f"state_dict lacks {missing[0]}{more}, of which every rank gives the rows of its experts: leave "
+                "state_dict out, or give model.state_dict() on every rank"
+            )
+    # Replace each part by the whole, on the first rank; the others take part in gathering.
+    for experts, keys in spread:
         group = find_group(experts.expert_parallel.group)
         if 0 not in dist.get_process_group_ranks(group):
             continue  # copies of the experts that the first rank gathers
-        for name, _ in _stacks(experts):
-            key = f"{path}.{name}"
+        for key in keys:
             part = state[key].detach().contiguous()
             parts = None
             if dist.get_rank() == 0:  # only the writer needs room for all
                 parts = [torch.empty_like(part) for _ in range(dist.get_world_size(group))]
             dist.gather(part, parts, dst=0, group=group)
             state[key] = part if parts is None else torch.cat(parts)
-    from fmoe_ext.checkpoint.errors import together  # it brings torch.distributed.checkpoint
-
     with together(f"writing {save_directory}"):  # the others wait, and raise what the first one raises
         if dist.get_rank() == 0:
             with replacing_for_transformers(Path(save_directory), options) as unfinished:

@@ -126,6 +126,21 @@ def test_failed_save_ends_on_every_rank(pool, tmp_path):
     assert texts[0] == texts[1] and texts[0].startswith(f"writing {tmp_path}/file: ")
 
 
+def save_without_experts(folder):
+    model = spread("MixtralForCausalLM")
+    state = {name: p for name, p in model.state_dict().items() if dist.get_rank() or not is_of_experts(name)}
+    with pytest.raises(CheckpointError) as caught:
+        model.save_pretrained(folder, state_dict=state)
+    return str(caught.value)
+
+
+def test_state_dict_that_lacks_experts_on_a_rank_is_refused_on_all(pool, tmp_path):
+    texts = pool.run(save_without_experts, str(tmp_path / "out"), timeout=600.0)
+    assert texts[0] == texts[1]
+    assert "rank 0: state_dict lacks model.layers.0.mlp.experts.gate_up_proj and " in texts[0]
+    assert not (tmp_path / "out").exists()
+
+
 def refuse():
     """Provoke each refused case -> the texts of the errors."""
     model = spread("MixtralForCausalLM")
