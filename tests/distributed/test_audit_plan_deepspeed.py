@@ -89,7 +89,8 @@ def test_microbatches_are_those_that_deepspeed_finds(plans, sizes, steps):
     loss = model(x).square().mean()
     (gradient,) = torch.autograd.grad(loss, model.weight)
 
-    engine = plans.Engine(model, model, {**sizes, "zero_optimization": {"stage": 1, "cpu_offload": False}})
+    none = {"cpu_offload": False, "offload_optimizer": {"device": "none"}, "offload_param": {}}
+    engine = plans.Engine(model, model, {**sizes, "zero_optimization": {"stage": 1, **none}})
     engine.prepare(recipe)
     assert bool(engine.modules()) == (steps == 1)  # modules see microbatches
     torch.testing.assert_close(engine.backward(recipe, {"x": x}), loss.detach())

@@ -38,7 +38,10 @@ class Engine(Parallel):
     def __init__(self, model: nn.Module, whole: nn.Module, config: dict[str, Any]) -> None:
         super().__init__(model, (dist.get_rank(), dist.get_world_size()))
         zero = config.get("zero_optimization", {})
-        if zero.get("stage", 0) > 2 or any("offload" in key and zero[key] for key in zero):
+        offloads = (value for key, value in zero.items() if "offload" in key and value)
+        # {"device": "none"} is DeepSpeed's default, and means none
+        to_devices = (v.get("device", "none") if isinstance(v, dict) else v for v in offloads)
+        if zero.get("stage", 0) > 2 or any(device != "none" for device in to_devices):
             raise AuditError("ZeRO 3 and offloading are not audited: use stage 0, 1 or 2 on a CPU")
         if any(p.dtype == torch.float64 for p in model.parameters()):
             raise AuditError('DeepSpeed has no float64: say dtype = "float32" in the recipe')

@@ -297,11 +297,13 @@ def dump_value(value: Any) -> dict[str, str]:
 
 
 def load_value(record: SignedRecord, expires: float) -> Value | None:
-    """Return the value in a record; None if there is none."""
+    """Return the value in a record; None if there is none, or one that dump_value() refuses (NaN, infinity)."""
     metadata: Mapping[str, str] = record.metadata
     text = "".join(metadata.get(str(n), "") for n in range(len(metadata)))
     try:
-        return Value(json.loads(text), expires, record.owner)
+        value = json.loads(text)
+        json.dumps(value, allow_nan=False)  # Python reads NaN and 1e999
+        return Value(value, expires, record.owner)
     except (ValueError, RecursionError):
         return None
 

@@ -8,6 +8,7 @@ import threading
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import grpc
 import pytest
@@ -160,6 +161,13 @@ def test_largest_value_of_each_character_fits_into_its_record(text):
         assert records.load_value(signed, NOW).value == text * count
         taken = count
     assert taken == {'"': 428, "\\": 428, "\n": 511, "\u00e9": 170, "x": 1022}[text]
+
+
+@pytest.mark.parametrize("text", ["NaN", "[-Infinity]", '{"a":1e999}'])
+def test_values_that_are_no_json_are_none(text):
+    """Another program may have signed them; dump_value() refuses them."""
+    assert records.load_value(SimpleNamespace(metadata={"0": text}, owner=""), NOW) is None
+    assert records.load_value(SimpleNamespace(metadata={"0": "[1e99]"}, owner=""), NOW).value == [1e99]
 
 
 def test_value_in_the_place_of_another_owner_is_refused():
