@@ -262,6 +262,7 @@ BROKEN = {
     "gap": (HEADER.replace(b"[0,8]", b"[4,12]"), "a begins at 4, the tensor before it ends at 0"),
     "dtype": (HEADER.replace(b"F32", b"F31"), "unknown dtype F31 of a"),
     "twice": (HEADER.replace(b'"dtype"', b'"dtype":"F32","dtype"'), "a name comes twice"),
+    "control character": (HEADER.replace(b"a", b"\n", 1), "a string has a control character"),
     "json": (HEADER[:-1], "it ends too early"),
     "deep": (b"[" * 1000, "nested too deeply"),
 }
@@ -276,6 +277,19 @@ def test_broken_files_are_refused_by_name(built, tmp_path, what):
     path.write_bytes(content)
     done = subprocess.run([built / "run_parity", tmp_path, "naive"], capture_output=True, text=True)
     assert done.returncode == 1 and error in done.stderr and str(path) in done.stderr, done.stderr[:500]
+
+
+def test_failed_write_leaves_no_file(built, tmp_path):
+    torch.ops.load_library(built / "libparity.so")
+    torch.ops.fmoe_parity.write_file(f"{tmp_path}/file", torch.ones(2))
+    assert torch.equal(load_file(tmp_path / "file")["x"], torch.ones(2))
+    with pytest.raises(NotImplementedError):  # a tensor without values
+        torch.ops.fmoe_parity.write_file(f"{tmp_path}/file", torch.ones(2, device="meta"))
+    (tmp_path / "folder/inside").mkdir(parents=True)
+    with pytest.raises(RuntimeError, match="folder"):
+        torch.ops.fmoe_parity.write_file(f"{tmp_path}/folder", torch.ones(2))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["file", "folder"]
+    assert torch.equal(load_file(tmp_path / "file")["x"], torch.ones(2))
 
 
 def errors_of(call, *arguments):

@@ -137,6 +137,9 @@ Tensor forward_of_folder(const std::string& folder, const Tensor& x) {
   return layer->forward(x);
 }
 
+// A file with one tensor, "x".
+void write_file(const std::string& path, const Tensor& x) { fmoe::write_safetensors(path, {{"x", x}}); }
+
 // Seconds of each of a number of steps, forward and backward, of a layer on [tokens, 64].
 std::vector<double> step_seconds(int64_t tokens, int64_t steps) {
   torch::AutoGradMode with_gradients(true);
@@ -166,6 +169,7 @@ std::string counts_on(const std::string& group_name) {
 TORCH_LIBRARY(fmoe_parity, m) {
   m.def("run_case(str folder, str name, str group_name) -> ()", &run_case);
   m.def("counts_on(str group_name) -> str", &counts_on);
+  m.def("write_file(str path, Tensor x) -> ()", &write_file);
   m.def("step_seconds(int tokens, int steps) -> float[]", &step_seconds);
   m.def("forward(Tensor x, Tensor? valid) -> Tensor", &forward);
   m.def("noisy_loss(Tensor x, Tensor w_gate, Tensor w_noise) -> Tensor[]", &noisy_loss);

@@ -129,7 +129,8 @@ class Reader {
     std::string out;
     ++at_;
     for (;; ++at_) {
-      check(at_ < text_.size() && static_cast<unsigned char>(text_[at_]) >= ' ', "a string does not end");
+      check(at_ < text_.size(), "a string does not end");
+      check(static_cast<unsigned char>(text_[at_]) >= ' ', "a string has a control character");
       if (text_[at_] == '"') break;
       if (text_[at_] != '\\') {
         out += text_[at_];

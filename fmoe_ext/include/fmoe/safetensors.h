@@ -112,7 +112,7 @@ inline StateDict read_safetensors(const std::string& path) {
   return tensors;
 }
 
-// Writes tensors to one file that takes its name when it is whole.
+// Writes tensors to one file that takes its name when it is whole, and leaves nothing behind if that fails.
 inline void write_safetensors(const std::string& path, const StateDict& tensors) {
   std::string header = "{\"__metadata__\":{\"format\":\"pt\"}";
   int64_t end = 0;
@@ -131,19 +131,25 @@ inline void write_safetensors(const std::string& path, const StateDict& tensors)
   header += '}';
   header.resize((header.size() + 7) / 8 * 8, ' ');
   const std::string unfinished = path + ".tmp";
-  {
-    std::ofstream file(unfinished, std::ios::binary | std::ios::trunc);
-    const uint64_t length = header.size();
-    file.write(reinterpret_cast<const char*>(&length), sizeof length);
-    file << header;
-    for (const auto& [name, tensor] : tensors) {
-      const Tensor local = tensor.detach().cpu().contiguous();
-      file.write(static_cast<const char*>(local.data_ptr()), static_cast<std::streamsize>(local.nbytes()));
+  try {
+    {
+      std::ofstream file(unfinished, std::ios::binary | std::ios::trunc);
+      const uint64_t length = header.size();
+      file.write(reinterpret_cast<const char*>(&length), sizeof length);
+      file << header;
+      for (const auto& [name, tensor] : tensors) {
+        const Tensor local = tensor.detach().cpu().contiguous();
+        file.write(static_cast<const char*>(local.data_ptr()), static_cast<std::streamsize>(local.nbytes()));
+      }
+      file.flush();
+      TORCH_CHECK(file, path, " cannot be written: no space, or no such folder");
     }
-    file.flush();
-    TORCH_CHECK(file, path, " cannot be written: no space, or no such folder");
+    std::filesystem::rename(unfinished, path);
+  } catch (...) {
+    std::error_code ignored;
+    std::filesystem::remove(unfinished, ignored);
+    throw;
   }
-  std::filesystem::rename(unfinished, path);
 }
 
 }  // namespace fmoe
