@@ -263,11 +263,13 @@ class Architecture:
     def attention(self, config: Any) -> dict[str, Any]:
         """Return the metadata of attention: number and size of heads, width that rotary embeddings turn."""
         size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        # the other models of Transformers ignore a factor of their configuration
+        part = rope_of(config).get("partial_rotary_factor", 1) if self.rotates_part else 1
         return {
             "attention.head_count_kv": config.num_key_value_heads,
             "attention.key_length": size,
             "attention.value_length": size,
-            "rope.dimension_count": int(size * rope_of(config).get("partial_rotary_factor", 1)),
+            "rope.dimension_count": int(size * part),
         }
 
     def routing(self, config: Any, facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -338,6 +338,17 @@ def test_llama_cpp_on_fmoefied_models(name, tmp_path):
     assert_llama_cpp_agrees(randomised(FMOEFIED[name]()), tmp_path / "out", 1e-5)
 
 
+def test_heads_rotate_whole_where_the_model_ignores_a_partial_factor(tmp_path):
+    """The file said half of each head: llama.cpp ended the process, and stream() refused the file."""
+    gguf = pytest.importorskip("gguf", reason="pip install gguf")
+    rope = {"rope_type": "default", "rope_theta": 777.0, "partial_rotary_factor": 0.5}
+    model = fmoe_ext.import_model(make("qwen3_moe", **{**GGUF["qwen3_moe"][2], "rope_parameters": rope}))
+    fmoe_ext.export(model, tmp_path / "out", "gguf")
+    fields = gguf.GGUFReader(tmp_path / "out" / "model.gguf").fields
+    assert fields["qwen3moe.rope.dimension_count"].contents() == model.config.head_dim
+    assert_llama_cpp_agrees(model, tmp_path / "again", 1e-5)
+
+
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float16, 0.01), (torch.bfloat16, 0.1)])
 def test_llama_cpp_with_16_bits(dtype, tolerance, tmp_path):
     """Weights, keys and values of 16 bits, with which llama.cpp multiplies activations of 16 bits."""
