@@ -146,7 +146,7 @@ class BaseGate(nn.Module):
         self.graph_loss_is_read = self._graph_loss_lacks_gradient = False
         self._losses = _Losses()
         self._last_loss: _Loss | None = None  # of all threads
-        self.warned: set[str] = set()  # of what, once a gate: "calls", "no balance", "copies"
+        self.warned: set[str] = set()  # of what, once a gate: "calls", "no balance", "copies", "adapters"
         self._tapes: dict[int, Any] = {}  # {thread: tape}
 
     @property

@@ -20,6 +20,7 @@ The scores are those that order the experts, the bias included; where the softma
 
 import functools
 import math
+import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -195,6 +196,19 @@ class ScoredGate(GateOverRanks):
         for p in self.parameters():
             if is_dtensor(p):
                 self.warn_of_copies(p.device_mesh.size(), "under fully_shard the copies of a bias part")
+        # The bias is a buffer, and PEFT's files have none
+        is_adapted = any(
+            hasattr(m, "get_base_layer") or hasattr(m, "modules_to_save") for m in self.modules()
+        )
+        if self.moves_bias and is_adapted and "adapters" not in self.warned:
+            self.warned.add("adapters")
+            warnings.warn(
+                f"the bias of a {type(self).__name__} moves while PEFT's adapters train its router, but an adapter's "
+                "files do not hold it, and disable_adapter() does not put it back. Name the whole gate in "
+                'modules_to_save (["mlp.gate"]) instead of its linear layer in target_modules, or set '
+                "bias_update_speed = 0 of the gate",
+                stacklevel=4,
+            )
         if "running" in self.balance_losses:
             self.reset_running_load()
 

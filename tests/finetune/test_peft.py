@@ -11,7 +11,7 @@ from torch import nn
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.checkpoint import CheckpointError, to_huggingface
 from fmoe_ext.distributed import DistributedGroupedDataParallel
-from fmoe_ext.gates import SoftmaxGate, total_loss
+from fmoe_ext.gates import QuantileGate, SigmoidGate, SoftmaxGate, total_loss
 from tests.huggingface.huggingface_models import make_ids, make_model
 
 peft = pytest.importorskip("peft")
@@ -230,3 +230,33 @@ def test_models_of_transformers(architecture):
             merged = model.merge_and_unload()(input_ids=ids).logits
         torch.testing.assert_close(merged, results[implementation]["logits"], rtol=1e-10, atol=1e-12)
     assert_same(results["fmoe"], results["eager"])
+
+
+@pytest.mark.parametrize("gate", [SigmoidGate, QuantileGate])
+def test_bias_that_an_adapters_files_leave_out_is_warned_of(gate, tmp_path, recwarn):
+    """LoRA on the router moved the bias, and the adapter was loaded without it."""
+
+    def make():
+        torch.manual_seed(0)
+        return Model(FMoETransformerMLP(E, D, H, "swiglu", top_k=K, gate=gate)).double()
+
+    def train(model):
+        optimizer = torch.optim.SGD([p for p in model.parameters() if p.requires_grad], 1e-3)
+        for _ in range(2):  # warned of once
+            model(tokens()).square().sum().backward()
+            optimizer.step()
+
+    train(with_adapters(make(), target_modules=["gate.gate"]))
+    said = [str(w.message) for w in recwarn if "an adapter's files do not hold it" in str(w.message)]
+    assert len(said) == 1 and f"the bias of a {gate.__name__} moves" in said[0]
+    recwarn.clear()
+    train(with_adapters(make(), target_modules=["head"]))  # a frozen gate keeps its bias
+    model = with_adapters(make(), target_modules=["head"], modules_to_save=["mlp.gate"])
+    train(model)
+    assert not any("adapter's files" in str(w.message) for w in recwarn)
+    model.save_pretrained(tmp_path)
+    loaded = peft.PeftModel.from_pretrained(make(), tmp_path)
+    bias = {SigmoidGate: "expert_bias", QuantileGate: "quantile_bias"}[gate]
+    name = f"base_model.model.mlp.gate.modules_to_save.default.{bias}"
+    moved = model.state_dict()[name]
+    assert moved.abs().max() > 0 and loaded.state_dict()[name].equal(moved)
