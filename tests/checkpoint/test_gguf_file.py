@@ -130,7 +130,6 @@ def array(kind, count, items=b"", key=b"k"):
 
 STRING, ARRAY, U8, U64 = 8, 9, 0, 10
 NESTED = struct.pack("<IQ", ARRAY, 1) * 20_000
-ARCHITECTURE = text(b"general.architecture") + struct.pack("<I", STRING) + text(b"qwen3moe")
 HOSTILE = {
     "80 bytes claim 2^40 numbers": ((header() + array(U8, 2**40)).ljust(80, b"\0"), f"{2**40} items of k"),
     "80 bytes claim 2^61 numbers": ((header() + array(U64, 2**61)).ljust(80, b"\0"), f"{2**61} items of k"),

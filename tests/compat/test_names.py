@@ -12,7 +12,6 @@ import fmoe_ext
 from tests.forked import run_python as run_forked
 
 # What FastMoE's programs import: module: {name: parameters, or methods: parameters, or None for a value}.
-EMPTY = inspect.Parameter.empty
 NAMES = {
     "": ["FMoE", "FMoELinear", "FMoETransformerMLP", "DistributedGroupedDataParallel"],
     "balance": {

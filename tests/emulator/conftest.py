@@ -4,12 +4,8 @@ import torch
 
 
 @pytest.fixture(autouse=True)
-def one_torch_thread():
+def one_torch_thread(one_thread):
     """The emulator runs on one thread, and the oracles are small: idle threads that spin only cost time."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
 
 
 @pytest.fixture(scope="session")

@@ -83,7 +83,6 @@ CHANGES = {
         **{"indexer_compress_ratio": 2, "hc_count": 2, "hc_lowrank": 8},
     },
 }
-IMAGES = frozenset(("vision_config", "audio_config", "image_token_id"))
 LARGEST = 20_000_000  # parameters
 
 
