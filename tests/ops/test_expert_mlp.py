@@ -171,13 +171,12 @@ def test_curves_of_bfloat16_err_by_rounding_alone(isa, activation):
     torch.testing.assert_close(slope.double(), true_slope, rtol=limit, atol=limit / 10)
 
 
+SHAPES = ((0, 2, 3, 4, 5), (1, 2, 3, 16, 5), (70, 2, 3, 3, 33), (33, 4, 20, 9, 5), (150, 2, 2, 65, 100))
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("combine", [True, False])
-@pytest.mark.parametrize(
-    "shape",
-    [(0, 2, 3, 4, 5), (1, 2, 3, 16, 5), (70, 2, 3, 3, 33), (33, 4, 20, 9, 5), (150, 2, 2, 65, 100)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_shapes(shape, combine, dtype):
     seeds = range(8 if shape[0] == 1 else 1)
     check_together([Problem(*shape, dtype, combine=combine, seed=seed) for seed in seeds])

@@ -11,23 +11,26 @@ from tests.ops.operators import CALLS, Draw
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
+ON_CPUS_ALONE = (
+    "clamped_glu_backward",
+    "_choose_experts",
+    "_pad_routing",
+    "_counts_to_send",
+    "_columns_of_rows",
+    "_token_ways",
+    "_experts_of_rows",
+    "_matmul_in_order",
+    "_softmax_in_order",
+)
 # in which every fault must be named; the others are drawn by test_fuzz_sizes
 OPERATORS = tuple(
     CALLS[name]
     for name in (
-        "clamped_glu_backward",
+        *ON_CPUS_ALONE,
         "count_tokens",
         "sort_tokens",
         "apply_capacity",
         "drop_choices",
-        "_choose_experts",
-        "_pad_routing",
-        "_counts_to_send",
-        "_columns_of_rows",
-        "_token_ways",
-        "_experts_of_rows",
-        "_matmul_in_order",
-        "_softmax_in_order",
         "permute",
         "unpermute",
         "unpermute_backward",
@@ -40,18 +43,6 @@ OPERATORS = tuple(
         "frozen_mlp",
         "frozen_gemm",
     )
-)
-
-ON_CPUS_ALONE = (
-    "clamped_glu_backward",
-    "_choose_experts",
-    "_pad_routing",
-    "_counts_to_send",
-    "_columns_of_rows",
-    "_token_ways",
-    "_experts_of_rows",
-    "_matmul_in_order",
-    "_softmax_in_order",
 )
 
 

@@ -60,11 +60,7 @@ def test_activations(activation, dtype):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("combine", [True, False])
-@pytest.mark.parametrize(
-    "shape",
-    [(0, 2, 3, 4, 5), (1, 2, 3, 16, 5), (70, 2, 3, 3, 33), (33, 4, 20, 9, 5), (150, 2, 2, 65, 100)],
-    ids=str,
-)
+@pytest.mark.parametrize("shape", test_expert_mlp.SHAPES, ids=str)
 def test_expert_mlp_shapes(shape, combine, dtype):
     test_expert_mlp.test_shapes(shape, combine, dtype)
 
