@@ -4,7 +4,7 @@ Where one forward goes:
 
     expert_parallel.py   ExpertParallel of a layer: which exchange, in how many chunks; tuning.py measures for "auto"
     schedule.py          its phases: plan, send, receive, give_back, collect, with a row for each choice
-    token_exchange.py, node_exchange.py, buffer_exchange.py    the same phases with fewer rows, or by DeepEP
+    token_exchange.py, buffer_exchange.py    the same phases with fewer rows, or by DeepEP
     plan.py, static.py   how many rows go where: counted by the ranks, or a fixed number of each
     exchange.py          the collectives under it, over the group or a communicator of our own
     traced.py, wire.py   the same of a compiled graph; rows in 8 bits on their way

@@ -14,11 +14,10 @@ import torch
 import torch.distributed as dist
 
 from fmoe_ext.ep.exchange import global_exchange
-from fmoe_ext.ep.node_exchange import NodeExchange
 from fmoe_ext.ep.placement import ExpertPlacement, Nodes, find_nodes
 from fmoe_ext.ep.process_groups import Group, check_agreement, find_group, host_device, size_of
 from fmoe_ext.ep.schedule import Exchange
-from fmoe_ext.ep.token_exchange import TokenExchange
+from fmoe_ext.ep.token_exchange import NodeExchange, TokenExchange
 from fmoe_ext.ep.tuning import Tuner
 from fmoe_ext.ep.wire import WIRES
 from fmoe_ext.step import Step, is_counted

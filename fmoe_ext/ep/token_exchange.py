@@ -1,11 +1,19 @@
-"""exchange="token": send a token once to each rank that has experts of it, and sum its results there.
+"""Send a token once to each rank, or each node, that has experts of it: exchange="token" and exchange="node".
 
-DeepEP and its followers call it a deduplicated dispatch. The phases are those of schedule.Exchange; what a row is
-differs. The numbers of the experts and the weights of all choices go with the token. With chunks a token goes once to
+The phases are those of schedule.Exchange; what a row is differs.
+
+exchange="token", a deduplicated dispatch as DeepEP and its followers call it: the numbers of the experts and the
+weights of all choices go with the token, and its results are summed where it was sent. With chunks a token goes once to
 each chunk of a rank. Such a chunk is a way: the choices of a token that go one way share a row, which stands where the
 first of them would. With 2 experts a rank, one chunk:
 
     token chose experts 0, 3, 1    ways 0, 1, 0    2 rows: to rank 0 for [0, -1, 1], to rank 1 for [-1, 1, -1]
+
+exchange="node": a token arrives on the rank that has its own rank's place on the other node, so that each network card
+carries the tokens of one rank; inside the node it goes on as with "token". Results are summed on the experts' ranks,
+then on that rank, then at home. With 2 nodes of 2 ranks, a token of rank 0 for experts on ranks 2 and 3:
+
+    rank 0 --network--> rank 2 (its place on node 1) --inside--> ranks 2 and 3
 
 Letters of shapes: T tokens, K choices of a token, E experts, R rows to send, one for each token and way it goes, N rows
 that come.
@@ -15,6 +23,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -22,7 +31,8 @@ from fmoe_ext import ops
 from fmoe_ext.ep.placement import constant
 from fmoe_ext.ep.schedule import Exchange
 from fmoe_ext.ops.exchange_rows import experts_of_rows, token_ways
-from fmoe_ext.routing import DispatchHandle, sort_choices
+from fmoe_ext.routing import DispatchHandle, ExpertInput, sort_choices
+from fmoe_ext.tokens import Nest, leaves_of
 
 
 class TokenExchange(Exchange):
@@ -53,3 +63,58 @@ class TokenExchange(Exchange):
         if first == 0:
             return expert_NK.to(torch.int32)
         return torch.where(expert_NK < 0, -1, expert_NK - first).to(torch.int32)
+
+
+class NodeExchange(Exchange):
+    """An Exchange of two TokenExchanges, one across nodes and one inside.
+
+    The first takes a node for one rank with all experts of the node. It is not cut into chunks, for each of which a
+    token would travel once.
+    """
+
+    def __init__(self, *args: Any):
+        super().__init__(*args)
+        nodes = self._placement.nodes
+        assert nodes is not None
+        nodes.place(self._placement.experts_in_place)
+        self._inside_placement, ends = nodes.inside, [nodes.across.num_local_experts]
+        self._across = TokenExchange(
+            nodes.across, ends, self._x, self._topk_idx, self._topk_weights, self._step
+        )
+
+    def plan(self) -> None:
+        self._across.watch = self.watch
+        self._across.plan()
+
+    def send(self) -> None:
+        self._across.send()
+
+    def receive(self, number: int) -> ExpertInput:
+        if number == 0:
+            # what has come to this node goes on to the ranks of its experts
+            tokens = self._across.receive(0)
+            self._inside = TokenExchange(
+                self._inside_placement,
+                self._chunk_ends,
+                tokens.x,
+                tokens.topk_idx,
+                tokens.topk_weights,
+                self._step,
+            )
+            # its header says whether this rank has tokens of its own, not whether some pass
+            self._inside.num_tokens = self.num_tokens
+            self._inside.plan()
+            self._inside.send()
+        return self._inside.receive(number)
+
+    def give_back(self, number: int, results: Nest) -> None:
+        # behind all experts: up to here a checkpoint repeats the forward
+        if number == len(self._chunk_ends) - 1:
+            self._across.keep_for_backward(0, leaves_of(results))
+        self._inside.give_back(number, results)
+
+    def _collect(self) -> tuple[torch.Tensor, ...]:
+        summed = self._inside.combine()
+        self._structure = self._inside._structure
+        self._across.give_back(0, summed)
+        return tuple(leaves_of(self._across.combine()))
