@@ -47,10 +47,10 @@ def use_buffer(layer: Any, buffer: Any) -> None:
     for name, is_set in set_otherwise.items():
         if is_set:
             raise ValueError(f"a DeepEP buffer carries all tokens in one dispatch: leave {name}= out")
-    parallel.carry_by("buffer", functools.partial(BufferExchange, buffer))
+    parallel.carry_by("buffer", functools.partial(_BufferExchange, buffer))
 
 
-class BufferExchange(Exchange):
+class _BufferExchange(Exchange):
     """An Exchange whose rows a DeepEP V2 ElasticBuffer carries. R: rows that come, one for each token and rank."""
 
     def __init__(self, buffer: Any, *arguments: Any):

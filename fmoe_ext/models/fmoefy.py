@@ -44,7 +44,7 @@ LIBRARIES = (
     ("transformers", "fmoe_ext.huggingface.dense"),
 )
 _INITS = ("random", "upcycle")
-WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
+_WRAPPERS = (nn.parallel.DistributedDataParallel, nn.DataParallel, DistributedGroupedDataParallel)
 
 
 @dataclass(frozen=True)
@@ -239,7 +239,7 @@ def _check(options: Options) -> None:
 
 def _replace(model: nn.Module, options: Options) -> nn.Module:
     for path, module in model.named_modules():
-        if isinstance(module, WRAPPERS):
+        if isinstance(module, _WRAPPERS):
             raise ValueError(f"fmoefy the model first, then wrap it in {type(module).__name__}")
         if isinstance(module, FMoE) and options.match is None:
             raise ValueError(

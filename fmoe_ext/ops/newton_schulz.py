@@ -12,7 +12,7 @@ from torch.autograd.forward_ad import unpack_dual
 from fmoe_ext.ops._autograd import is_transformed, register_autograd, register_fake
 from fmoe_ext.ops.processor import cpu_isa, fast_bfloat16
 
-MAX_STEPS: Final = 1000  # Muon takes 5; the operator's own bound
+_MAX_STEPS: Final = 1000  # Muon takes 5; the operator's own bound
 
 
 def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], steps: int) -> torch.Tensor:
@@ -22,7 +22,7 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
     in float32 (double: float64) and rounded to the dtype of x. On the CPU one operator takes each matrix through all
     steps and computes half of G and of the polynomial, which are symmetric. PyTorch computes them on CUDA, in bfloat16
     where fast_bfloat16() and cpu_isa() is not "avx512_bf16", and where x has a gradient, a tangent or a transform of
-    torch.func. Raises RuntimeError for another shape or dtype, and for more than MAX_STEPS.
+    torch.func. Raises RuntimeError for another shape or dtype, and for more than 1,000 steps.
     Equivalent to: newton_schulz_ref, which is three lines of PyTorch. Muon: Jordan et al. 2024.
 
     Example:
@@ -32,9 +32,9 @@ def newton_schulz(x: torch.Tensor, coefficients: tuple[float, float, float], ste
         >>> torch.allclose(y @ y.mT, torch.eye(8), atol=1e-2)
         True
     """
-    if x.dim() != 3 or not x.is_floating_point() or not 0 <= steps <= MAX_STEPS:
+    if x.dim() != 3 or not x.is_floating_point() or not 0 <= steps <= _MAX_STEPS:
         raise RuntimeError(
-            f"x must be a floating tensor [E, M, N] and steps in [0, {MAX_STEPS}], but got {x.dtype} {list(x.shape)} "
+            f"x must be a floating tensor [E, M, N] and steps in [0, {_MAX_STEPS}], but got {x.dtype} {list(x.shape)} "
             f"and {steps}"
         )
     # torch uses AMX and bfdot, which the operator's kernels do not

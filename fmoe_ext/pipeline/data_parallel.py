@@ -94,16 +94,16 @@ class TiedParameters:
         self._kept = []
 
 
-DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")  # Pipeline(data_parallel=), `name` in these functions
+_DATA_PARALLEL = ("grouped", "ddp", "fsdp", "none")  # Pipeline(data_parallel=), `name` in these functions
 
 
 def check_data_parallel(
     name: str, schedule: str, kind: Kind, stages: Sequence[Stage], groups: PipelineGroups
 ) -> None:
     """Raise ValueError for an unknown name and for what would give other gradients; on all ranks alike."""
-    if name not in DATA_PARALLEL:
+    if name not in _DATA_PARALLEL:
         raise ValueError(
-            f"data_parallel must be one of {', '.join(map(repr, DATA_PARALLEL))}, but got {name!r}"
+            f"data_parallel must be one of {', '.join(map(repr, _DATA_PARALLEL))}, but got {name!r}"
         )
     if name != "grouped" and dist.get_world_size(groups.ep) > 1:
         raise ValueError(

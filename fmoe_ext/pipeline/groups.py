@@ -21,7 +21,7 @@ from fmoe_ext.ep.process_groups import find_group
 from fmoe_ext.ep.ranks import GroupRanks
 from fmoe_ext.layers import FMoE
 
-MESH_DIMS = ("pp", "dp", "ep")
+_MESH_DIMS = ("pp", "dp", "ep")
 
 
 @dataclass(frozen=True)
@@ -52,13 +52,13 @@ def init_groups(pp: int | DeviceMesh, ep: int = 1) -> PipelineGroups:
     world_size = dist.get_world_size()
     if isinstance(pp, DeviceMesh):
         names, numbers = pp.mesh_dim_names or (), pp.mesh
-        if not names or not set(names) <= set(MESH_DIMS):
-            raise ValueError(f"a mesh needs dimensions of the names {', '.join(MESH_DIMS)}, but has {names}")
+        if not names or not set(names) <= set(_MESH_DIMS):
+            raise ValueError(f"a mesh needs dimensions of the names {', '.join(_MESH_DIMS)}, but has {names}")
         if numbers.numel() != world_size:
             raise ValueError(f"the mesh has {numbers.numel()} ranks, but the job {world_size}")
         # dimensions in the order pp, dp, ep, of size 1 where the mesh lacks one
-        order = [names.index(name) for name in MESH_DIMS if name in names]
-        sizes = [numbers.shape[names.index(name)] if name in names else 1 for name in MESH_DIMS]
+        order = [names.index(name) for name in _MESH_DIMS if name in names]
+        sizes = [numbers.shape[names.index(name)] if name in names else 1 for name in _MESH_DIMS]
         ranks = numbers.permute(order).reshape(sizes)
     else:
         if pp < 1 or ep < 1 or world_size % (pp * ep):

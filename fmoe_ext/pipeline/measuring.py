@@ -19,11 +19,6 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def median(values: list[float]) -> float:
-    """Return the median, of an even number of values the greater of the two in the middle; 0 of none."""
-    return sorted(values)[len(values) // 2] if values else 0.0
-
-
 def copies(values: Values) -> Any:
     """Copy values to begin a new graph with; floating ones have a gradient, and a layer may change all in place."""
     # clones last: autograd refuses to change a leaf in place

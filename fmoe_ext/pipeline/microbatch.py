@@ -39,7 +39,7 @@ def num_rows(batch: Values) -> int:
     return first.shape[0] if first.dim() else 1
 
 
-IGNORED = -100  # a target that counts for nothing
+_IGNORED = -100  # a target that counts for nothing
 
 
 def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
@@ -47,7 +47,7 @@ def token_cross_entropy(output: Tensor, target: Tensor) -> Tensor:
 
     Equivalent to: F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum").
     """
-    return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum", ignore_index=IGNORED)
+    return F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="sum", ignore_index=_IGNORED)
 
 
 def count_targets(target: object) -> int:
@@ -57,5 +57,5 @@ def count_targets(target: object) -> int:
             f"the target is a {type(target).__name__}, not a tensor: pass count=, a function target -> number of tokens"
         )
     if target.dtype in (torch.int64, torch.int32):  # numbers of classes or tokens
-        return int((target != IGNORED).sum())
+        return int((target != _IGNORED).sum())
     return len(target)

@@ -9,6 +9,7 @@
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import median_high
 from typing import Any
 
 import torch
@@ -17,12 +18,12 @@ from torch import Tensor, nn
 
 from fmoe_ext.layers import FMoE
 from fmoe_ext.pipeline.materialize import trial_copy
-from fmoe_ext.pipeline.measuring import backward_of_ones, copies, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.pipeline.measuring import backward_of_ones, copies, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Tensors, as_tuple, check_tensors, map_tensors
 from fmoe_ext.pipeline.stage import Boundary, Stage
 from fmoe_ext.planning.layouts import balance_cost
 
-MEASURES = ("time", "memory", "load")  # of split(by=)
+_MEASURES = ("time", "memory", "load")  # of split(by=)
 # what _DecoderBlock can compute: causal attention over all tokens, by an implementation that takes a mask of numbers
 _FULL_ATTENTION = (None, "full_attention")
 _MASKED_ATTENTION = ("sdpa", "eager")
@@ -119,8 +120,8 @@ def _measure(
         with torch.random.fork_rng(devices=[]), torch.enable_grad():
             result, kept = run_and_weigh(copy, values)
             runs = [_time(copy, values) for _ in range(rounds)]
-        seconds = median([whole for whole, _ in runs])
-        in_experts = [median(list(times)) for times in zip(*(experts for _, experts in runs), strict=True)]
+        seconds = median_high([whole for whole, _ in runs]) if runs else 0.0
+        in_experts = [median_high(times) for times in zip(*(experts for _, experts in runs), strict=True)]
         costs.append(_LayerCost(seconds, parameter_bytes(copy), kept, in_experts))
         values = map_tensors(Tensor.detach, result)
         boundaries.append(Boundary.of(values))
@@ -166,9 +167,9 @@ def _check(
             "skip connections between layers (skippable) need fmoe_ext.compat.fairscale.Pipe: stages pass values only "
             "to the next"
         )
-    if isinstance(by, str) and by not in MEASURES:
+    if isinstance(by, str) and by not in _MEASURES:
         raise ValueError(
-            f"by must be one of {', '.join(map(repr, MEASURES))} or the layers of each stage, not {by!r}"
+            f"by must be one of {', '.join(map(repr, _MEASURES))} or the layers of each stage, not {by!r}"
         )
     if not 1 <= stages <= len(layers):
         raise ValueError(

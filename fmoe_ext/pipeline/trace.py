@@ -19,7 +19,7 @@ COLORS = ("#4c78a8", "#f58518", "#54a24b")  # of KINDS
 KINDS = ("forward", "backward", "weights")
 # torch 2.11 adds up the gradients of a node's outputs in the second part of a backward, and frees nodes before it.
 IS_WRONG_IN_PARTS = torch.__version__ < "2.13"
-LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
+_LEGEND = MappingProxyType({"weights": "backward of weights, split off"})
 
 
 class Span(NamedTuple):
@@ -124,7 +124,7 @@ def draw(spans: Sequence[Span], path: str | Path, title: str = "") -> None:
     used = [kind for kind in KINDS if any(span.kind == kind for span in spans)]
     figure.legend(
         [Patch(color=COLORS[KINDS.index(kind)]) for kind in used],
-        [LEGEND.get(kind, kind) for kind in used],
+        [_LEGEND.get(kind, kind) for kind in used],
         ncols=len(used),
         loc="outside lower center",
     )

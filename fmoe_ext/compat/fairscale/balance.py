@@ -7,13 +7,14 @@ as small as possible. Signatures are FairScale's.
 
 import time
 from copy import deepcopy
+from statistics import median_high
 
 import torch
 from torch import nn
 
 from fmoe_ext.compat.fairscale.microbatch import check_values, move, scatter
 from fmoe_ext.compat.fairscale.skip import Skips, keeping
-from fmoe_ext.pipeline.measuring import backward_of_ones, copies, median, now, parameter_bytes, run_and_weigh
+from fmoe_ext.pipeline.measuring import backward_of_ones, copies, now, parameter_bytes, run_and_weigh
 from fmoe_ext.pipeline.microbatch import Values, as_tuple
 from fmoe_ext.planning.layouts import balance_cost
 
@@ -54,7 +55,7 @@ def balance_by_time(
                 for key in stashed:
                     (skips[key],) = copies((skips[key],))  # in a tuple, where it may be None
         runs.append(times)
-    return balance_cost([median(list(of_layer)) for of_layer in zip(*runs, strict=True)], partitions)
+    return balance_cost([median_high(of_layer) for of_layer in zip(*runs, strict=True)], partitions)
 
 
 def balance_by_size(
