@@ -184,15 +184,14 @@ class Fused(ExpertKind):
 
 
 class SeparateExperts(nn.ModuleList):
-    """Modules, one an expert; takes_count() says whether one is called with its number of rows."""
+    """Modules, one an expert, each called with its number of rows or without."""
 
     def __init__(self, modules: Iterable[nn.Module] | None = None):
         super().__init__(modules)
         self._asked: dict[int, tuple[nn.Module, bool]] = {}  # by number: signatures are slow to read
 
-    def takes_count(self, idx: int) -> bool:
-        """Return whether expert idx is called with its number of rows; a module that took its place is asked anew."""
-        expert = self[idx]
+    def takes_count(self, idx: int, expert: nn.Module) -> bool:
+        """Return whether expert, which is self[idx], is called with its number of rows; asks a new module anew."""
         asked = self._asked.get(idx)
         if asked is None or asked[0] is not expert:
             asked = self._asked[idx] = expert, _takes_count(expert)
@@ -253,10 +252,11 @@ class Separate(ExpertKind):
         """Compute expert idx on all rows."""
         # an nn.ModuleList of the user's own is called as FastMoE calls it, with the count
         experts = self.layer.experts
-        if isinstance(experts, SeparateExperts) and not experts.takes_count(idx):
-            return experts[idx](rows)
+        expert = experts[idx]
+        if isinstance(experts, SeparateExperts) and not experts.takes_count(idx, expert):
+            return expert(rows)
         counts = count if isinstance(count, torch.Tensor) else torch.tensor(count, device="cpu")
-        return experts[idx](rows, counts.to(torch.int64).reshape(1))
+        return expert(rows, counts.to(torch.int64).reshape(1))
 
 
 class OneModule(ExpertKind):

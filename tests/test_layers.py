@@ -536,7 +536,7 @@ def test_only_experts_that_ask_for_it_get_their_count(expert, wrap):
     torch.manual_seed(0)
     layer = FMoE(num_expert=3, d_model=8, expert=lambda width: wrap(expert(width)), top_k=1, gate=NaiveGate)
     wants = expert in (Demanding, NamedAsByFastMoE)
-    assert [layer.experts.takes_count(idx) for idx in range(3)] == [wants] * 3
+    assert [layer.experts.takes_count(*each) for each in enumerate(layer.experts)] == [wants] * 3
     x = torch.randn(9, 8)
     chosen, weights = layer.gate(x)
     out, expected = layer(x), torch.zeros(9, 8)
