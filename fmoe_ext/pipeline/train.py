@@ -147,7 +147,8 @@ class Pipeline:
         batch [B, *] and target as the model takes them; all ranks of one pipeline pass the same, ranks of one stage
         their own. target: a tensor [B, *], or a tuple of such. trace=True: self.spans() says afterwards what was
         computed when. balance_loss: the weighted sum of the gates' losses of this step, which is in the gradient but
-        not in the result.
+        not in the result. Raises ValueError on every rank of a pipeline whose ranks pass unequal numbers of rows; the
+        values are not compared.
         Equivalent, in one process: loss_fn(model(batch), target) / count(target), .backward().
         """
         # 1. Cut the batch, and count its targets over all ranks.
