@@ -214,7 +214,7 @@ class StaticList(Discovery):
         return successors_among(list(self._live()), prefixes)
 
 
-MAX_ENTRIES = 100_000  # of each of Cached's tables; with more, it starts anew
+_MAX_ENTRIES = 100_000  # of each of Cached's tables; with more, it starts anew
 T = TypeVar("T")
 
 
@@ -269,7 +269,7 @@ class Cached(Discovery):
     ) -> dict[str, T]:
         """Return the answers for all keys; ask for missing and old ones. Unanswered, with the others, if some fail."""
         begin = time.monotonic()
-        if len(known) > MAX_ENTRIES:
+        if len(known) > _MAX_ENTRIES:
             known.clear()
         oldest = begin - self.max_age
         # found first: while ask() waits, forget() may drop answers that were known here

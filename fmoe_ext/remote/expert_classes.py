@@ -22,7 +22,7 @@ from torch import nn
 from fmoe_ext.experts import FusedExperts
 from fmoe_ext.remote.schema import Schema
 
-DROPOUT_SHARE = 0.2  # of hidden values that a det_dropout mask drops; the others are scaled up by 1 / 0.8
+_DROPOUT_SHARE = 0.2  # of hidden values that a det_dropout mask drops; the others are scaled up by 1 / 0.8
 
 
 class _StackedFfn(nn.Module):
@@ -99,7 +99,7 @@ class _DeterministicDropout(nn.Module):
 
     def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
         h = self.activation(self.linear_in(x))
-        return self.linear_out(h * mask / (1 - DROPOUT_SHARE))
+        return self.linear_out(h * mask / (1 - _DROPOUT_SHARE))
 
 
 @dataclass(frozen=True)

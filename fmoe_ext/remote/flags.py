@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 T = TypeVar("T")
-TRUE, FALSE = frozenset(("true", "yes", "on")), frozenset(("false", "no", "off"))
+_TRUE, _FALSE = frozenset(("true", "yes", "on")), frozenset(("false", "no", "off"))
 UNSET = frozenset(("", "null", "~"))
 LOG_FORMAT = "[%(asctime)s.%(msecs)03d][%(levelname)s][%(module)s.%(funcName)s:%(lineno)d] %(message)s"
 DATE_FORMAT = "%Y/%m/%d %H:%M:%S"
@@ -61,8 +61,8 @@ def flag(
     return dataclasses.field(default=default, metadata={"flag": described})
 
 
-NETWORK, ADMISSION = "how others find it", "who may call"
-network_flag, admission_flag = partial(flag, group=NETWORK), partial(flag, group=ADMISSION)
+_NETWORK, _ADMISSION = "how others find it", "who may call"
+network_flag, admission_flag = partial(flag, group=_NETWORK), partial(flag, group=_ADMISSION)
 
 
 def flags_of(*kinds: type) -> Iterator[tuple[str, _Flag]]:
@@ -181,9 +181,9 @@ class Parser(argparse.ArgumentParser):
         if key not in actions or key in ("help", "config"):
             self.error(f"unknown flag {key}")
         if actions[key].nargs == 0:  # a switch (store_true)
-            if not isinstance(value, str) or value.lower() not in TRUE | FALSE:
+            if not isinstance(value, str) or value.lower() not in _TRUE | _FALSE:
                 self.error(f"{key} must be true or false, but is {value}")
-            return [f"--{key}"] if value.lower() in TRUE else []
+            return [f"--{key}"] if value.lower() in _TRUE else []
         if isinstance(value, str) and value.lower() in UNSET:
             return []
         if isinstance(value, str) and actions[key].nargs is None:

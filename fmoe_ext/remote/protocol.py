@@ -42,9 +42,9 @@ def channel_options(max_message_bytes: int) -> list[tuple[str, int]]:
 
 
 WINDOW_BYTES = 4 << 20  # of each call that grpc buffers before a handler reads it
-HANDSHAKE_SECONDS = 5  # for a new connection to speak HTTP/2
+_HANDSHAKE_SECONDS = 5  # for a new connection to speak HTTP/2
 # after which a connection without calls is closed; the client opens another one at its next call
-IDLE_SECONDS = 30
+_IDLE_SECONDS = 30
 
 
 def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
@@ -57,8 +57,8 @@ def server_options(max_message_bytes: int) -> list[tuple[str, int]]:
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.http2.lookahead_bytes", WINDOW_BYTES),
         ("grpc.http2.bdp_probe", 0),  # or grpc itself makes the window larger on fast connections
-        ("grpc.server_handshake_timeout_ms", HANDSHAKE_SECONDS * 1000),
-        ("grpc.max_connection_idle_ms", IDLE_SECONDS * 1000),
+        ("grpc.server_handshake_timeout_ms", _HANDSHAKE_SECONDS * 1000),
+        ("grpc.max_connection_idle_ms", _IDLE_SECONDS * 1000),
     ]
 
 

@@ -16,7 +16,7 @@ import torch
 from fmoe_ext.remote.wire import DTYPES, NAMES
 
 Row: TypeAlias = "tuple[str, tuple[int, ...]]"
-MAX_SIZE = 1 << 40  # of a dimension in a schema that a server sends
+_MAX_SIZE = 1 << 40  # of a dimension in a schema that a server sends
 
 
 class SchemaError(ValueError):
@@ -127,7 +127,7 @@ class Schema:
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
-    if not all(type(size) is int and 0 <= size < MAX_SIZE for size in shape):
+    if not all(type(size) is int and 0 <= size < _MAX_SIZE for size in shape):
         raise ValueError
     return tuple(shape)
 

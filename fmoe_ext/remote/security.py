@@ -24,8 +24,8 @@ import grpc
 
 from fmoe_ext.remote.flags import POSITIVE, admission_flag
 
-MAX_PEERS = 10_000  # whose rates are remembered
-BURST_SECONDS = 2.0  # a peer that was silent may send as much at once as its rate allows in this time
+_MAX_PEERS = 10_000  # whose rates are remembered
+_BURST_SECONDS = 2.0  # a peer that was silent may send as much at once as its rate allows in this time
 
 
 class Denied(Exception):
@@ -212,10 +212,10 @@ class Guard:
 
 
 class Rates:
-    """A token bucket for each peer: it fills at per_second, holds BURST_SECONDS of that, and is taken from.
+    """A token bucket for each peer: it fills at per_second, holds _BURST_SECONDS of that, and is taken from.
 
-    Of more than MAX_PEERS peers those that were silent for longest are forgotten. A peer without a name is one address:
-    a host with an IPv6 network has as many buckets as addresses.
+    Of more than 10,000 peers those that were silent for longest are forgotten. A peer without a name is one address: a
+    host with an IPv6 network has as many buckets as addresses.
     """
 
     def __init__(self, per_second: float):
@@ -229,13 +229,13 @@ class Rates:
             return True
         now = time.monotonic() if now is None else now
         # an unknown peer has a full bucket: to forget one that has filled again changes nothing, but its debt goes too
-        full = self.per_second * BURST_SECONDS
+        full = self.per_second * _BURST_SECONDS
         left, since = self._left.pop(peer, (full, now))
         left = min(full, left + (now - since) * self.per_second)
         # a full bucket gives an amount above `full`: what is left is negative then, and has to fill first
         granted = left >= min(amount, full)
         self._left[peer] = (left - amount if granted else left, now)
-        while len(self._left) > MAX_PEERS:
+        while len(self._left) > _MAX_PEERS:
             self._left.popitem(last=False)
         return granted
 

@@ -58,18 +58,18 @@ class Limits:
     max_text: int = 4096  # characters of a name or a value
 
 
-CALL = Limits()  # of a client's call and its answer
+_CALL = Limits()  # of a client's call and its answer
 MAX_MESSAGE_BYTES = 2**31 - 1  # grpc's largest
 STATE = Limits(MAX_MESSAGE_BYTES, max_header_bytes=1 << 20, max_tensors=4096)  # of messages between servers
 WHOLE = replace(STATE, max_message_bytes=1 << 40)  # of a state that comes in parts, or from a file
-HEADER_BYTES = 1 << 20  # of a message's largest size, kept free for its header
-MAX_ELEMENTS = 1 << 62  # of a shape, its sizes of 0 taken as 1
+_HEADER_BYTES = 1 << 20  # of a message's largest size, kept free for its header
+_MAX_ELEMENTS = 1 << 62  # of a shape, its sizes of 0 taken as 1
 
 
 def body_bytes(max_message_bytes: int) -> int:
     """Return how many bytes of tensors always fit in a message of max_message_bytes."""
     # where messages are bounded below 2 MiB, half is kept for the header
-    return max_message_bytes - min(HEADER_BYTES, max_message_bytes // 2)
+    return max_message_bytes - min(_HEADER_BYTES, max_message_bytes // 2)
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ def bytes_of(tensor: torch.Tensor) -> Any:
     return view
 
 
-def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
+def decode(data: bytes | bytearray, limits: Limits = _CALL) -> Message:
     """Return the message in data; WireError if anything in it is malformed or beyond the limits.
 
     The tensors share the memory of a bytearray; bytes are copied, because torch may write into its tensors.
@@ -182,7 +182,7 @@ def decode(data: bytes | bytearray, limits: Limits = CALL) -> Message:
         if not _are_sizes(shape) or len(shape) > limits.max_dims:
             raise WireError(f"{what}: the shape must be at most {limits.max_dims} sizes")
         # sizes of 0 count as 1: torch multiplies the other sizes for the strides of an empty tensor too
-        if math.prod(max(1, size) for size in shape) > MAX_ELEMENTS:
+        if math.prod(max(1, size) for size in shape) > _MAX_ELEMENTS:
             raise WireError(f"{what}: the shape {shape} has more elements than can be counted")
         if not _are_sizes(offsets) or len(offsets) != 2:
             raise WireError(f"{what}: data_offsets must be two places")

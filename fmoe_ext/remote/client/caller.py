@@ -20,7 +20,7 @@ Code = grpc.StatusCode
 PART_SECONDS = 30.0  # that download() waits for each part of an answer, the first one included
 # no server answers there, or it stops, or it has no such expert
 _GONE = (Code.UNAVAILABLE, Code.NOT_FOUND, Code.CANCELLED)
-OWN_FAILURE = "Internal error from Core"  # details of grpc's own status if a part could not be sent
+_OWN_FAILURE = "Internal error from Core"  # details of grpc's own status if a part could not be sent
 
 
 class Caller:
@@ -53,10 +53,10 @@ class Caller:
                         except (grpc.aio.AioRpcError, grpc.aio.BaseError, asyncio.InvalidStateError):
                             # The call has ended. For a part that was under way grpc replaces the call's status by one
                             # of its own, so the status that was noted first tells why.
-                            code, details = statuses[0] if statuses else (Code.UNKNOWN, OWN_FAILURE)
-                            if details == OWN_FAILURE and time.monotonic() - begin >= timeout:
+                            code, details = statuses[0] if statuses else (Code.UNKNOWN, _OWN_FAILURE)
+                            if details == _OWN_FAILURE and time.monotonic() - begin >= timeout:
                                 code = Code.DEADLINE_EXCEEDED
-                            elif code is Code.OK or details == OWN_FAILURE:
+                            elif code is Code.OK or details == _OWN_FAILURE:
                                 text = f"{endpoint} ended the call before it had all of it"
                                 raise errors.ExpertGone(text) from None
                             raise _translate(code, details, endpoint, timeout) from None
@@ -160,7 +160,7 @@ def _status(call: grpc.aio.Call) -> tuple[grpc.StatusCode, str]:
         read().send(None)  # the status is there, so nothing waits
     except StopIteration as result:
         return result.value
-    return Code.UNKNOWN, OWN_FAILURE
+    return Code.UNKNOWN, _OWN_FAILURE
 
 
 def _translate(code: grpc.StatusCode, details: str, endpoint: str, timeout: float) -> errors.RemoteError:

@@ -37,9 +37,9 @@ from fmoe_ext.remote.wire import (
     encode,
 )
 
-FIRST_PAUSE, LONGEST_PAUSE = 0.02, 0.5  # seconds between two attempts; each pause is twice the one before
+_FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 0.5  # seconds between two attempts; each pause is twice the one before
 GONE_FOR = 2.0  # seconds for which an expert that failed counts as gone (Handle.is_gone)
-REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
+_REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
     {
         errors.ExpertGone: "; start a server that hosts it, or wait longer for one: Settings(patience=...)",
         errors.CallTimeout: "; Settings(forward_timeout=..., backward_timeout=...) give it longer",
@@ -47,9 +47,9 @@ REMEDIES: Mapping[type[Exception], str] = MappingProxyType(
 )
 # Failures that may pass: the call is tried again. Others (Refused, Cheated) would fail again.
 PASSING = errors.ExpertGone, errors.NoLeader, errors.Busy, errors.CallTimeout, DiscoveryError
-UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
-HEDGE_FACTOR = 3.0  # a call is slow when it takes this many times its expert's usual time
-HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy machine adds
+_UNTRUSTED = "; does Credentials(ca=...) hold who signed the server's certificate?"
+_HEDGE_FACTOR = 3.0  # a call is slow when it takes this many times its expert's usual time
+_HEDGE_FLOOR = 0.02  # seconds: three times a fast call is within what a busy machine adds
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Settings:
     backward_timeout: float = 10.0
     info_timeout: float = 10.0  # for an expert's schema, asked for once
     patience: float = 2.0  # for which a server is looked for if the expert has none
-    # until a forward goes to a second replica too; None: HEDGE_FACTOR times the usual
+    # until a forward goes to a second replica too; None: three times the usual
     hedge_after: float | None = None
     attempt_share: float = 0.4  # of a backward's time that one silent server may use up
     max_state_bytes: int = 16 << 30  # of an expert's whole state, which a server sends in parts
@@ -261,7 +261,7 @@ class Client:
     ) -> tuple[Message, str]:
         """Call attempt(deadline) until it succeeds, fails for good, or time is up."""
         begin = time.monotonic()
-        deadline, pause = begin + timeout, FIRST_PAUSE
+        deadline, pause = begin + timeout, _FIRST_PAUSE
         while True:
             self.counts["calls"] += 1
             try:
@@ -275,14 +275,14 @@ class Client:
                 self._note_failure(handle)
                 # an expert that discovery cannot find is gone, for the caller
                 kind: Any = errors.ExpertGone if isinstance(failure, DiscoveryError) else type(failure)
-                remedy = UNTRUSTED if "handshake failed" in str(failure) else REMEDIES.get(kind, "")
+                remedy = _UNTRUSTED if "handshake failed" in str(failure) else _REMEDIES.get(kind, "")
                 raise kind(f"{handle.uid} failed after {now - begin:.3g} s: {failure}{remedy}")
             if self.discovery is not None:  # ask it anew at the next attempt
                 self.discovery.forget([handle.uid])
                 handle.record = None
             self.counts["retries"] += 1
             await asyncio.sleep(pause)
-            pause = min(2 * pause, LONGEST_PAUSE)
+            pause = min(2 * pause, _LONGEST_PAUSE)
 
     async def _resolve(self, handle: Handle, deadline: float) -> ExpertRecord:
         """Return the record of the expert, from discovery if it is not known; ExpertGone if there is none."""
@@ -309,7 +309,7 @@ class Client:
                     waiting[asyncio.ensure_future(call)] = endpoint
                 # how long until the next replica is called too; the guess is 1 s if no call of this expert was measured
                 usual = handle.usual_seconds
-                slow = 1.0 if usual is None else max(HEDGE_FLOOR, HEDGE_FACTOR * usual)
+                slow = 1.0 if usual is None else max(_HEDGE_FLOOR, _HEDGE_FACTOR * usual)
                 hedge_after = self.settings.hedge_after
                 pause = (slow if hedge_after is None else hedge_after) if untried else None
                 done, _ = await asyncio.wait(waiting, timeout=pause, return_when=asyncio.FIRST_COMPLETED)

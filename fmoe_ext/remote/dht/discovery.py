@@ -55,8 +55,8 @@ T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote.dht")
 # Key of a record's metadata: when its process made its first claim, and a random number. It tells two living processes
 # with one key pair apart, such as a server and a copy of its disk.
-INCARNATION = "incarnation"
-SHARE_FOR_LOOKUP = 0.6  # of claim()'s time, to find the nearest nodes; the rest is for storing at them
+_INCARNATION = "incarnation"
+_SHARE_FOR_LOOKUP = 0.6  # of claim()'s time, to find the nearest nodes; the rest is for storing at them
 
 
 class KademliaDiscovery(Discovery):
@@ -83,7 +83,7 @@ class KademliaDiscovery(Discovery):
         end = time.monotonic() + claim.timeout
         # 1. the nearest nodes, and which uids they show as free or ours
         keys = [key for uid in claim.uids for key in places_of(uid)]
-        near = await self._ask({key: key for key in keys}, claim.timeout * SHARE_FOR_LOOKUP, _as_found)
+        near = await self._find(keys, claim.timeout * _SHARE_FOR_LOOKUP)
         free = [uid for uid in claim.uids if self._may_claim(uid, near)]
         # 2. a record at each of them; their answers are an election
         signed = [self._sign(uid, claim, near) for uid in free]
@@ -103,8 +103,7 @@ class KademliaDiscovery(Discovery):
         if not own:
             return
         end = time.monotonic() + timeout
-        keys = {key: key for r in own for key in places_of(r.uid)}
-        near = await self._ask(keys, timeout * SHARE_FOR_LOOKUP, _as_found)
+        near = await self._find([key for r in own for key in places_of(r.uid)], timeout * _SHARE_FOR_LOOKUP)
         await self._take_back(own, near, end - time.monotonic())
 
     async def get(self, uids: Sequence[str], *, timeout: float = 5.0) -> list[ExpertRecord | None]:
@@ -189,12 +188,15 @@ class KademliaDiscovery(Discovery):
             raise Unanswered(text, found, missing)
         return found
 
+    async def _find(self, keys: Iterable[int], timeout: float) -> dict[int, Nearby]:
+        return await self._ask({key: key for key in keys}, timeout, lambda _, near: near)
+
     def _may_claim(self, uid: str, near: Mapping[int, Nearby]) -> bool:
         """True if the uid is free, or ours and served by no other process with our key that began earlier."""
         record = _elect(near[uid_key(uid)].holders, uid, self.node.clock.now())
         if record is None or record.owner != self.identity.public:
             return record is None
-        theirs, mine = record.metadata.get(INCARNATION, ""), self._own_incarnation()
+        theirs, mine = record.metadata.get(_INCARNATION, ""), self._own_incarnation()
         declared = self._declared.get(uid)
         # Newer than our last record, though signed with our key: by another process, which lives. A process that has
         # declared nothing yet cannot tell this from a record of its own earlier life.
@@ -230,7 +232,7 @@ class KademliaDiscovery(Discovery):
         fence = own[0].fence if own else max(int(now * 1000), newest + 1)
         metadata = dict(claim.metadata)
         if claim.endpoint != records.ENDPOINT:  # a value (store) may be written by any process of its owner
-            metadata[INCARNATION] = self._own_incarnation()
+            metadata[_INCARNATION] = self._own_incarnation()
         return self.identity.sign(uid, claim.endpoint, fence, self._next(said), now + claim.ttl, metadata)
 
     def _next(self, said: Iterable[SignedRecord] = ()) -> int:
@@ -320,10 +322,6 @@ def _num_showing(mine: SignedRecord, said: Mapping[int, Sequence[Refusal | None]
         return refusal is None or (holder is not None and holder.uid == mine.uid and holder.is_live(now))
 
     return min(sum(map(shows, words)) for key, words in said.items() if key != uid_key(mine.uid))
-
-
-def _as_found(_: int, near: Nearby) -> Nearby:
-    return near
 
 
 # -------------------------------------------------------------------- nodes

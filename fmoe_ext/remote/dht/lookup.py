@@ -1,7 +1,7 @@
 """Search for the nodes nearest to keys: Kademlia's iterative search, for many keys at once (KademliaNode.find()).
 
     1. begin with the nodes of our table that are nearest to the key
-    2. ask the nearest ones that have not been asked, ALPHA at a time, for nearer ones; one that is dead costs a timeout
+    2. ask the nearest ones that have not been asked, three at a time, for nearer ones; one that is dead costs a timeout
     3. end when the `width` nearest that are known have all answered: no nearer node is left, unless all of them hide it
 A node knows most nodes near itself and few far away, so those nearest to a key know nearer ones, and each step at least
 halves the distance: among n nodes a search takes about log2(n) steps. A batch of tokens has hundreds of keys, so their
@@ -19,8 +19,8 @@ from fmoe_ext.remote.dht.messages import MAX_KEYS, Found
 from fmoe_ext.remote.dht.storage import Peer
 from fmoe_ext.remote.dht.transport import Unreachable
 
-ALPHA = 3  # nodes asked at a time for one key
-MAX_CANDIDATES = 512  # nodes that one key's search considers: answers may name any number of made-up ones
+_ALPHA = 3  # nodes asked at a time for one key
+_MAX_CANDIDATES = 512  # nodes that one key's search considers: answers may name any number of made-up ones
 Ask: TypeAlias = "Callable[[Peer, Sequence[int]], Awaitable[dict[int, Found]]]"
 
 
@@ -46,7 +46,7 @@ class Search:
 
     def add(self, peers: Iterable[Peer], hops: int) -> None:
         for peer in peers:
-            if peer.node_id not in self.candidates and len(self.candidates) < MAX_CANDIDATES:
+            if peer.node_id not in self.candidates and len(self.candidates) < _MAX_CANDIDATES:
                 self.candidates[peer.node_id] = _Candidate(peer, hops)
                 self._nearest = None
 
@@ -84,14 +84,14 @@ async def look_up(ask: Ask, searches: Sequence[Search], own_id: int, timeout: fl
     pending: dict[asyncio.Task[dict[int, Found]], tuple[Peer, tuple[int, ...]]] = {}
     try:
         while (left := end - time.monotonic()) > 0:
-            # 1. choose the next nodes of each search, so that ALPHA of its calls are under way
+            # 1. choose the next nodes of each search, so that _ALPHA of its calls are under way
             wanted: dict[Peer, list[int]] = {}
             nearest = [(search, search.nearest()) for search in searches]
             called: set[Peer] = set()
             for _, near in nearest:
                 num_asked = sum(c.state is _State.ASKED for c in near)
                 new = [c.peer for c in near if c.state is _State.NEW]
-                called.update(new[: max(0, ALPHA - num_asked)])
+                called.update(new[: max(0, _ALPHA - num_asked)])
             # 2. call them, each for all keys that it is near to and has not been asked for
             for search, near in nearest:
                 for candidate in near:

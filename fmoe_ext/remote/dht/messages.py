@@ -41,8 +41,8 @@ MAX_ITEMS = 64  # in one Store
 MAX_ANSWER_BYTES = 8 << 20  # one prefix with as many experts as it may have
 FULL_ANSWER_BYTES = 1 << 20  # of an answer, beyond which it has no further key
 MAX_REQUEST_BYTES = 512 << 10
-MAX_REASON = 300  # characters
-MAX_KNOWN_PEERS = 4096  # whose id and endpoint are not parsed again
+_MAX_REASON = 300  # characters
+_MAX_KNOWN_PEERS = 4096  # whose id and endpoint are not parsed again
 _DOMAIN, _SEAL_BYTES = b"fmoe.dht.answer.1\0", 32 + 64
 _PORT = re.compile(r":[0-9]{1,5}")
 
@@ -117,7 +117,7 @@ def encode_answer(answer: Answer) -> bytes:
         for refusal in answer.refused:
             holder = refusal and refusal.holder
             record = holder and [holder.payload, holder.signature]
-            body["refused"].append(refusal and {"reason": refusal.reason[:MAX_REASON], "record": record})
+            body["refused"].append(refusal and {"reason": refusal.reason[:_MAX_REASON], "record": record})
     return json.dumps(body, separators=(",", ":")).encode()
 
 
@@ -161,7 +161,7 @@ def decode_request(data: bytes) -> Request:
         try:
             items.append(Item(key, _load_record(value[1:])))
         except BadRecord as error:  # this item is refused, the others may be kept
-            items.append(str(error)[:MAX_REASON])
+            items.append(str(error)[:_MAX_REASON])
     if not isinstance(nonce, str) or not re.fullmatch(r"[0-9a-f]{0,32}", nonce):
         raise BadMessage(f"a nonce has at most 32 hexadecimal digits, but got {str(nonce)[:100]!r}")
     return Request(header, keys, tuple(items), nonce)
@@ -181,7 +181,7 @@ def decode_answer(data: bytes) -> Answer:
         if not isinstance(value, dict) or not isinstance(value.get("reason"), str):
             raise BadMessage("a refusal must say its reason")
         holders = _genuine([value["record"]] if value.get("record") is not None else [])
-        reason = value["reason"][:MAX_REASON].encode(errors="replace").decode()  # it is logged
+        reason = value["reason"][:_MAX_REASON].encode(errors="replace").decode()  # it is logged
         refused.append(Refusal(reason, holders[0] if holders else None))
     by_key = {}
     for text, value in found.items():
@@ -246,7 +246,7 @@ def _load_record(value: Any) -> SignedRecord:
     return read_record(*value)
 
 
-@functools.lru_cache(MAX_KNOWN_PEERS)
+@functools.lru_cache(_MAX_KNOWN_PEERS)
 def _peer(node_id: str, endpoint: str) -> Peer:
     """Return the node; cached, because answers name the same nodes again and again."""
     try:

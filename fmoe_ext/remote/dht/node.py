@@ -6,19 +6,22 @@
     _maintain()        about every refresh_period: drop what has expired, call nodes that may be gone, search again
 Only a node that has answered at its endpoint gets into the routing table. What others say about it is a hint: a
 stranger that asks something and names its endpoint is called back there first.
+
+Records expire by the network's time (NetworkClock), on which nodes agree although their hosts' clocks do not. Every
+answer has that time as its sender sees it; a node takes the median of them, so a minority cannot move it far.
 """
 
 import asyncio
 import logging
 import random
 import secrets
+import statistics
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from fmoe_ext.remote.dht import messages
-from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.lookup import Search, look_up
 from fmoe_ext.remote.dht.messages import Answer, BadMessage, Found, Header, Item, Request
 from fmoe_ext.remote.dht.records import BadRecord, Identity, SignedRecord, check_endpoint, node_id_of
@@ -29,9 +32,9 @@ from fmoe_ext.remote.discovery import DiscoveryError
 from fmoe_ext.remote.flags import POSITIVE, endpoint, flag
 
 log = logging.getLogger("fmoe_ext.remote.dht")
-REPLICAS = 8  # nodes that keep each record
-MAX_GREETED = 64  # strangers that are called back at a time
-MAX_LOST = 64  # endpoints of forgotten nodes, which are tried again when no other node is left
+_REPLICAS = 8  # nodes that keep each record
+_MAX_GREETED = 64  # strangers that are called back at a time
+_MAX_LOST = 64  # endpoints of forgotten nodes, which are tried again when no other node is left
 UNREACHABLE = "for hosts that nobody can reach"  # title of a group of flags
 RETRY_PAUSE = 0.2  # seconds between two rounds of calling the initial peers
 
@@ -59,7 +62,7 @@ class NodeOptions:
     refresh_period: float = flag(15.0, "seconds between two searches for new nodes", type=POSITIVE)
     call_timeout: float = 1.5  # seconds one node has for one answer
     join_timeout: float = flag(5.0, "seconds the initial peers have to answer", type=POSITIVE)
-    replicas: int = REPLICAS
+    replicas: int = _REPLICAS
     max_records: int = MAX_RECORDS
 
 
@@ -78,6 +81,65 @@ class Nearby:
     holders: Sequence[Holder]  # nearest first
     is_complete: bool  # False: time was up, and a nearer node may not have been asked
     hops: int  # nodes on the way to the nearest, that one included
+
+
+_MAX_VOICES = 64  # addresses whose clocks are remembered
+_MAX_OFFSET = 3600.0  # seconds; a clock that is further away than this is ignored
+_MAX_RATE = 1.0  # seconds a second by which a node that has joined follows the others
+_LONGEST_PAUSE = 60.0  # seconds; a longer time since the last step counts as this, so that no step is larger
+
+
+def _uptime() -> float:
+    """Return seconds of a clock that cannot be set, and that goes on while the host sleeps, where there is one."""
+    boot = getattr(time, "CLOCK_BOOTTIME", None)
+    return time.monotonic() if boot is None else time.clock_gettime(boot)
+
+
+class NetworkClock:
+    """The median of the network's time as this node and those that answered it have it; one voice an address.
+
+    A node that joins takes the median of the nodes that it joins. Later it follows by at most _MAX_RATE seconds a
+    second, so that attackers who win a majority cannot expire all records at once. A node alone begins with its host's
+    clock. Setting that clock later has no effect: the local time is the wall clock at the start plus the time since.
+    """
+
+    def __init__(self, local: Callable[[], float] | None = None):
+        began = time.time() - _uptime()
+        self.local = local or (lambda: began + _uptime())
+        self._offsets: OrderedDict[str, float] = OrderedDict()
+        self._stepped_at = self.local()
+        self.offset = 0.0  # seconds that the network is ahead of this host
+        self.is_joining = False
+
+    def now(self) -> float:
+        return self.local() + self.offset
+
+    def hear(self, address: str, their_time: float, sent: float, received: float) -> None:
+        """Take in the network's time as an address has it, read between two moments of the local clock."""
+        # 1. the difference to our local clock; within the measurement's error it counts as none to our time
+        offset = their_time - (sent + received) / 2
+        if abs(offset) > _MAX_OFFSET:
+            return
+        if abs(offset - self.offset) <= (received - sent) / 2:
+            offset = self.offset
+        # 2. one voice an address, or a host could outvote the others with many ids
+        self._offsets[address] = offset
+        self._offsets.move_to_end(address)
+        while len(self._offsets) > _MAX_VOICES:
+            self._offsets.popitem(last=False)
+        # 3. the median; at once while joining, otherwise in small steps, and with our own voice
+        if self.is_joining:
+            self.offset = statistics.median(self._offsets.values())
+            self._stepped_at = received
+        else:
+            wanted = statistics.median([self.offset, *self._offsets.values()])
+            furthest = _MAX_RATE * min(max(0.0, received - self._stepped_at), _LONGEST_PAUSE)
+            self._stepped_at = received
+            self.offset += max(-furthest, min(furthest, wanted - self.offset))
+
+    def seconds_until(self, moment: float) -> float:
+        """Return the seconds from now to a moment of the network's time."""
+        return moment - self.now()
 
 
 class KademliaNode:
@@ -224,7 +286,7 @@ class KademliaNode:
     def _forget(self, peer: Peer) -> None:
         if peer.node_id >= 0 and self.table.failed(peer.node_id) is not None:
             self.lost[peer.endpoint] = None
-            while len(self.lost) > MAX_LOST:
+            while len(self.lost) > _MAX_LOST:
                 self.lost.popitem(last=False)
 
     def _header(self) -> Header:
@@ -249,7 +311,7 @@ class KademliaNode:
 
         # 1. a stranger that says where it listens is called back, if the table has room for it
         is_wanted = endpoint and self.table.has_room_for(sender) and endpoint not in self.greeting
-        if is_wanted and len(self.greeting) < MAX_GREETED:
+        if is_wanted and len(self.greeting) < _MAX_GREETED:
             self.greeting[endpoint] = asyncio.create_task(greet())
         # 2. the answer
         answer = Answer(Header(self.node_id, self.clock.now()))

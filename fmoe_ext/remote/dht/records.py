@@ -6,7 +6,7 @@ uid, which is how beam search finds it.
     sequence  orders the records of one owner for a uid: the greatest counts, so an old copy cannot come back
     fence     when the owner claimed the uid: discovery.py elects one owner among the nodes nearest to the key, by how
               many of them have its record, and among equals by the older claim
-    expires   ends the record, by the network's time (clock.py); an owner that keeps a uid signs anew before that
+    expires   ends the record, by the network's time (node.py); an owner that keeps a uid signs anew before that
 The signed bytes themselves are sent, and not the fields, because two programs may write the same JSON differently. They
 are printable ASCII: an answer holds them as text of its own JSON, and other characters would take six bytes or twelve
 each there, so that a stranger's records could make an answer about a prefix larger than any node may send.
@@ -37,8 +37,8 @@ ID_BITS = 256  # of nodes' ids and of keys: SHA-256
 MAX_RECORD_BYTES = 2048  # of the signed JSON, which is ASCII
 MAX_TTL = 3600.0  # seconds that a record may live
 MAX_SKEW = 60.0  # seconds that two nodes' ideas of the network's time may differ
-MAX_METADATA, MAX_METADATA_TEXT = 16, 256  # entries; characters of a key or a value
-MAX_ENDPOINT_LENGTH = 255
+_MAX_METADATA, _MAX_METADATA_TEXT = 16, 256  # entries; characters of a key or a value
+_MAX_ENDPOINT_LENGTH = 255
 _DOMAIN = b"fmoe.dht.record.1\0"  # before the signed bytes: a signature of anything else is no record's
 _FIELDS = frozenset(("uid", "endpoint", "owner", "fence", "sequence", "expires", "metadata"))
 _ENDPOINT = re.compile(r"(?:\[[0-9A-Fa-f:.]{2,45}(?:%[\w.-]{1,16})?\]|[A-Za-z0-9._-]{1,253}):([0-9]{1,5})")
@@ -185,11 +185,13 @@ def read_record(payload: str, signature: str) -> SignedRecord:
         if type(values[name]) is not int or not 0 <= values[name] < 1 << 63:
             given = str(values[name])[:100]
             raise BadRecord(f"{name} must be a whole number below 2^63, but got {given}")
-    if not isinstance(metadata, dict) or len(metadata) > MAX_METADATA:
-        raise BadRecord(f"metadata must be an object of at most {MAX_METADATA} entries")
+    if not isinstance(metadata, dict) or len(metadata) > _MAX_METADATA:
+        raise BadRecord(f"metadata must be an object of at most {_MAX_METADATA} entries")
     for key, text in metadata.items():
-        if not isinstance(text, str) or max(len(key), len(text)) > MAX_METADATA_TEXT:
-            raise BadRecord(f"metadata[{key[:100]!r}] must be text of at most {MAX_METADATA_TEXT} characters")
+        if not isinstance(text, str) or max(len(key), len(text)) > _MAX_METADATA_TEXT:
+            raise BadRecord(
+                f"metadata[{key[:100]!r}] must be text of at most {_MAX_METADATA_TEXT} characters"
+            )
     # 3. the signature, last because it takes longest
     owner, counts = values["owner"], (values["fence"], values["sequence"])
     if not is_signed(bytes.fromhex(owner), bytes.fromhex(signature), _DOMAIN + payload.encode()):
@@ -211,7 +213,7 @@ def check_endpoint(endpoint: Any, may_be_empty: bool = False) -> str:
     if may_be_empty and endpoint == "":
         return ""
     match = _ENDPOINT.fullmatch(endpoint) if isinstance(endpoint, str) else None
-    if match is None or len(endpoint) > MAX_ENDPOINT_LENGTH or not 0 < int(match[1]) < 1 << 16:
+    if match is None or len(endpoint) > _MAX_ENDPOINT_LENGTH or not 0 < int(match[1]) < 1 << 16:
         raise BadRecord(f"an endpoint must be host:port or [IPv6]:port, but got {str(endpoint)[:100]!r}")
     return str(endpoint)
 
@@ -242,7 +244,7 @@ def _hash(text: str) -> int:
     return int.from_bytes(hashlib.sha256(text.encode()).digest(), "big")
 
 
-MAX_VALUE = 1024  # characters of a value as JSON
+_MAX_VALUE = 1024  # characters of a value as JSON
 # Characters of its metadata in the record: the other fields have under 300.
 _MAX_PIECES = MAX_RECORD_BYTES - 300
 ENDPOINT = "value:1"  # of records that are values: a record without an endpoint would be a withdrawal
@@ -283,10 +285,10 @@ def dump_value(value: Any) -> dict[str, str]:
         text = json.dumps(value, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
         raise ValueError(f"a value must be JSON (numbers, text, lists, dicts): {error}") from None
-    if len(text) > MAX_VALUE:
-        raise ValueError(f"a value has at most {MAX_VALUE} characters as JSON, but this one has {len(text)}")
-    starts = range(0, len(text), MAX_METADATA_TEXT)
-    pieces = {str(n): text[start : start + MAX_METADATA_TEXT] for n, start in enumerate(starts)}
+    if len(text) > _MAX_VALUE:
+        raise ValueError(f"a value has at most {_MAX_VALUE} characters as JSON, but this one has {len(text)}")
+    starts = range(0, len(text), _MAX_METADATA_TEXT)
+    pieces = {str(n): text[start : start + _MAX_METADATA_TEXT] for n, start in enumerate(starts)}
     # a text's quotes and backslashes are escaped in its JSON, and these escapes once more in the record's
     if (length := len(json.dumps(pieces, separators=(",", ":")))) > _MAX_PIECES:
         raise ValueError(

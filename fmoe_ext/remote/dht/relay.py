@@ -4,8 +4,8 @@ The host keeps one control connection open to the relay, which opens a port for 
 sends the host an id; the host answers it by a new connection, and the relay passes bytes between the two, unread, so
 that TLS stays between the ends:
     caller ---- port of relay ==== new connection ---- Attachment ---- target port of the host
-Each line of the protocol is JSON of at most MAX_LINE bytes:
-    control connection   host -> relay  {"attach": token, "port": wanted or 0}, then {} every ALIVE_EVERY seconds
+Each line of the protocol is JSON of at most _MAX_LINE bytes:
+    control connection   host -> relay  {"attach": token, "port": wanted or 0}, then {} every _ALIVE_EVERY seconds
                          relay -> host  {"port": opened} or {"error": text}, then {"call": id} for each call
     new connection       host -> relay  {"accept": id}, then the bytes of the call both ways
 """
@@ -21,12 +21,12 @@ from typing import Any, TypeAlias
 
 from fmoe_ext.remote.discovery import DiscoveryError
 
-MAX_LINE = 512  # bytes of a line of the protocol
+_MAX_LINE = 512  # bytes of a line of the protocol
 CHUNK = 64 << 10  # bytes read at a time
 # seconds for the first line of a connection, for the answer to it, and for a host to accept a call
 PATIENCE = 10.0
 # seconds between signs of life of a host, and without one until it counts as gone
-ALIVE_EVERY, SILENT_FOR = 5.0, 20.0
+_ALIVE_EVERY, _SILENT_FOR = 5.0, 20.0
 RETRY_PAUSE = 1.0  # seconds before a host attaches again
 
 Streams: TypeAlias = "tuple[asyncio.StreamReader, asyncio.StreamWriter]"
@@ -120,7 +120,7 @@ class Relay:
                 server = await asyncio.start_server(accept, self._host, 0)
             await _write(writer, {"port": server.sockets[0].getsockname()[1]})
             while True:  # until it is silent or hangs up, which ends this by an error (_closing)
-                await _read(reader, SILENT_FOR)
+                await _read(reader, _SILENT_FOR)
         finally:
             self.num_hosts -= 1
             if server is not None:
@@ -174,7 +174,7 @@ class Attachment:
             await _write(writer, {"attach": self.token, "port": self._port})
             line = await _read(reader, PATIENCE)
             if type(line.get("port")) is not int:
-                raise ValueError(str(line.get("error"))[:MAX_LINE])
+                raise ValueError(str(line.get("error"))[:_MAX_LINE])
         except BaseException:
             writer.close()
             raise
@@ -188,7 +188,7 @@ class Attachment:
 
         async def say_alive(writer: asyncio.StreamWriter) -> None:
             while True:
-                await asyncio.sleep(ALIVE_EVERY)
+                await asyncio.sleep(_ALIVE_EVERY)
                 with contextlib.suppress(OSError):
                     await _write(writer, {})
 
@@ -249,9 +249,9 @@ async def _read(reader: asyncio.StreamReader, timeout: float | None) -> dict[str
     try:
         data = await asyncio.wait_for(reader.readuntil(b"\n"), timeout)
     except asyncio.LimitOverrunError:
-        data = b" " * (MAX_LINE + 1)  # beyond the stream's own limit of 64 KiB, so too long in any case
-    if len(data) > MAX_LINE:
-        raise ValueError(f"a line has at most {MAX_LINE} bytes")
+        data = b" " * (_MAX_LINE + 1)  # beyond the stream's own limit of 64 KiB, so too long in any case
+    if len(data) > _MAX_LINE:
+        raise ValueError(f"a line has at most {_MAX_LINE} bytes")
     line = json.loads(data)
     if not isinstance(line, dict):
         raise ValueError("a line must be a JSON object")

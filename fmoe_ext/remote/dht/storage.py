@@ -21,8 +21,8 @@ from random import Random
 from fmoe_ext.remote.dht.records import ID_BITS, MAX_SKEW, MAX_TTL, SignedRecord, is_misplaced, places_of
 
 BUCKET_SIZE = 20  # Kademlia's k: that all of them leave within one refresh is improbable
-MAX_FAILURES = 2  # calls in a row without an answer, after which a node is forgotten
-MAX_REFRESHED = 24  # buckets: enough for 2^24 nodes
+_MAX_FAILURES = 2  # calls in a row without an answer, after which a node is forgotten
+_MAX_REFRESHED = 24  # buckets: enough for 2^24 nodes
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ class RoutingTable:
         if bucket is None or node_id not in bucket.peers:
             return None
         self._failures[node_id] = self._failures.get(node_id, 0) + 1
-        if self._failures[node_id] < MAX_FAILURES:
+        if self._failures[node_id] < _MAX_FAILURES:
             return None
         del self._failures[node_id]
         gone = bucket.peers.pop(node_id)
@@ -96,10 +96,10 @@ class RoutingTable:
             del self._buckets[self._index(node_id)]
         return gone
 
-    def closest(self, key: int, count: int | None = None) -> list[Peer]:
-        """Return the `count` (bucket_size) nodes nearest to a key, nearest first, but none that failed last time."""
+    def closest(self, key: int) -> list[Peer]:
+        """Return the bucket_size nodes nearest to a key, nearest first, but none that failed last time."""
         reliable = (peer for peer in self if peer.node_id not in self._failures)
-        return heapq.nsmallest(count or self.bucket_size, reliable, key=lambda peer: peer.node_id ^ key)
+        return heapq.nsmallest(self.bucket_size, reliable, key=lambda peer: peer.node_id ^ key)
 
     def doubtful(self) -> list[Peer]:
         """List the least recently seen node of each bucket, and nodes that missed the last request."""
@@ -109,7 +109,7 @@ class RoutingTable:
 
     def ids_to_refresh(self, rng: Random) -> list[int]:
         """Return ids to search for: our own, and a random one in each bucket from the nearest used one outwards."""
-        nearest = max(min(self._buckets, default=ID_BITS), ID_BITS - MAX_REFRESHED)
+        nearest = max(min(self._buckets, default=ID_BITS), ID_BITS - _MAX_REFRESHED)
         inside = (
             self.own_id ^ (1 << index | rng.getrandbits(index) if index else 1)
             for index in range(nearest, ID_BITS)
@@ -125,7 +125,7 @@ MAX_OF_OWNER = 16_384  # so that one owner cannot fill a node
 MAX_UNDER_PREFIX = 4096  # experts
 MAX_OWNERS = 8  # of one uid, whose last records are remembered
 # of the records under a prefix in one answer; messages.MAX_ANSWER_BYTES bounds all of it
-PREFIX_BYTES = 6 << 20
+_PREFIX_BYTES = 6 << 20
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class RecordStore:
 
     Of one owner's records for a uid the one with the greatest sequence is kept, and remembered until every record of
     that owner that was seen here has expired: an old copy cannot come back. Where a prefix has MAX_UNDER_PREFIX
-    experts, each owner has an equal share of them. Time is the network's (clock.py), given by the caller.
+    experts, each owner has an equal share of them. Time is the network's (node.py), given by the caller.
     """
 
     def __init__(self, max_records: int = MAX_RECORDS):
@@ -252,7 +252,7 @@ class RecordStore:
     def find(self, key: int, now: float) -> list[SignedRecord]:
         """Return each owner's last record under a uid's key; under a prefix's key one live record for each coordinate.
 
-        Beam search needs one for each. If these have more than PREFIX_BYTES, each owner gets an equal share.
+        Beam search needs one for each. If these have more than _PREFIX_BYTES, each owner gets an equal share.
         """
         slot = self._slots.get(key)
         if slot is None:
@@ -268,7 +268,7 @@ class RecordStore:
                 place, record = uid.split(".")[position], entry.record
                 if record.is_live(now) and (place not in longest or longest[place].expires < record.expires):
                     longest[place] = record
-        return fair_shares(longest.values(), PREFIX_BYTES, size_in_answer)
+        return fair_shares(longest.values(), _PREFIX_BYTES, size_in_answer)
 
     def purge(self, now: float) -> None:
         """Drop the entries whose owner's records have all expired."""

@@ -16,8 +16,9 @@ from fmoe_ext.remote import protocol
 from fmoe_ext.remote.dht.messages import MAX_ANSWER_BYTES, MAX_REQUEST_BYTES, METHODS, SERVICE, BadMessage
 from fmoe_ext.remote.security import Rates, host_of
 
-MAX_CHANNELS = 256  # open to other nodes
+_MAX_CHANNELS = 256  # open to other nodes
 MAX_CALLS = 256  # answered at a time
+_BYTES_PER_SECOND = 32 << 20  # of each address that calls
 GRACE = 0.5  # seconds that calls under way have when the node closes
 Handler: TypeAlias = (
     "Callable[[str, bytes, str], Awaitable[bytes]]"  # method, request, host of the caller -> answer
@@ -34,8 +35,8 @@ class GrpcTransport:
     call() raises Unreachable within about `timeout` seconds; serve() returns the port.
     """
 
-    def __init__(self, calls_per_second: float = 1000.0, bytes_per_second: float = 32 << 20):
-        self._calls, self._bytes = Rates(calls_per_second), Rates(bytes_per_second)
+    def __init__(self, calls_per_second: float = 1000.0):
+        self._calls, self._bytes = Rates(calls_per_second), Rates(_BYTES_PER_SECOND)
         self._channels: OrderedDict[str, grpc.aio.Channel] = OrderedDict()
         self._busy: dict[str, int] = {}  # calls under way
         self._server: grpc.aio.Server | None = None
@@ -55,7 +56,7 @@ class GrpcTransport:
             except OSError:
                 address = host
             self._addresses[host] = address
-            while len(self._addresses) > MAX_CHANNELS:
+            while len(self._addresses) > _MAX_CHANNELS:
                 self._addresses.popitem(last=False)
         return address
 
@@ -67,7 +68,7 @@ class GrpcTransport:
                 channel = grpc.aio.insecure_channel(endpoint, protocol.channel_options(MAX_ANSWER_BYTES))
                 self._channels[endpoint] = channel
             self._channels.move_to_end(endpoint)
-            if len(self._channels) > MAX_CHANNELS:
+            if len(self._channels) > _MAX_CHANNELS:
                 # the least recently used channel goes, unless a call is under way on it
                 idle = next((one for one in self._channels if one not in self._busy), None)
                 if idle is not None:

@@ -39,7 +39,7 @@ except ImportError:  # needed for a registry alone: EtcdClient raises the error
     rpc, DecodeError = None, ValueError
 
 log = logging.getLogger("fmoe_ext.remote")
-MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
+_MAX_OPERATIONS = 100  # of one transaction; etcd's default limit is 128
 
 
 @dataclass(frozen=True)
@@ -228,7 +228,7 @@ def _details(error: BaseException) -> str:
 
 
 # seconds for which a record from etcd is believed: its lease, which ends it, is not known here
-UNSEEN_FOR = 60.0
+_UNSEEN_FOR = 60.0
 
 
 class EtcdDiscovery(Discovery):
@@ -298,7 +298,7 @@ class EtcdDiscovery(Discovery):
             members = load(Members, by_key["members"].value) if "members" in by_key else None
             others = [] if members is None else list(members.endpoints.values())
             endpoints = leader.endpoint, *(endpoint for endpoint in others if endpoint != leader.endpoint)
-            expires, fence = time.monotonic() + UNSEEN_FOR, by_key["leader"].create_revision
+            expires, fence = time.monotonic() + _UNSEEN_FOR, by_key["leader"].create_revision
             records.append(ExpertRecord(uid, endpoints, expires, fence))
         return records
 
@@ -309,10 +309,10 @@ class EtcdDiscovery(Discovery):
         return successors_among(sorted(uid for key in keys if (uid := uid_of(key))), prefixes)
 
     async def _read_all(self, reads: Sequence[Any], timeout: float) -> list[list[Entry]]:
-        """Return the entries that each read finds, MAX_OPERATIONS reads in one transaction."""
+        """Return the entries that each read finds, _MAX_OPERATIONS reads in one transaction."""
         deadline, found = time.monotonic() + timeout, []
-        for first in range(0, len(reads), MAX_OPERATIONS):
-            some = reads[first : first + MAX_OPERATIONS]
+        for first in range(0, len(reads), _MAX_OPERATIONS):
+            some = reads[first : first + _MAX_OPERATIONS]
             found += (await self.etcd.transact(success=some, timeout=deadline - time.monotonic())).ranges
         return found
 

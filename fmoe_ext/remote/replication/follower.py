@@ -33,7 +33,7 @@ from fmoe_ext.remote.wire import Message, WireError, encode
 log = logging.getLogger("fmoe_ext.remote")
 # for a copy to come whole: leader.LEARN_SECONDS, for which the leader keeps updates for it
 COPY_SECONDS = 60.0
-PROBE_SECONDS = 3.0  # from become_idle() on, in which a member waits for a leader's probe and takes no copy
+_PROBE_SECONDS = 3.0  # from become_idle() on, in which a member waits for a leader's probe and takes no copy
 AGAIN_SECONDS = 0.5  # after a copy that failed, until the next attempt
 
 
@@ -160,7 +160,7 @@ class Replica:
             self.become_idle()
         if self.role is Role.FOLLOWER and not self.ledger.broken:
             return
-        if is_member and not self.ledger.broken and self.site.now() - self._idle_since < PROBE_SECONDS:
+        if is_member and not self.ledger.broken and self.site.now() - self._idle_since < _PROBE_SECONDS:
             return  # the leader is about to confirm its log
         if len(endpoints.keys() - {self.site.name}) < self.site.options.replicas:
             self._joins_from = leader.server

@@ -34,9 +34,9 @@ log = logging.getLogger("fmoe_ext.remote")
 # that hand_over() waits for updates under way; clients repeat later ones at the next leader
 HAND_OVER_SECONDS = 5.0
 LEARN_SECONDS = 60.0  # that a server may take a copy: all updates are queued for it meanwhile
-HOST_AGAIN = 3.0  # seconds between two requests to other servers to become a replica
-NOTE_EVERY = 5.0  # seconds between two notes of the log's end in the record
-LEAST_RESERVED = 64  # updates that a note reserves at least, for an expert that is being trained
+_HOST_AGAIN = 3.0  # seconds between two requests to other servers to become a replica
+_NOTE_EVERY = 5.0  # seconds between two notes of the log's end in the record
+_LEAST_RESERVED = 64  # updates that a note reserves at least, for an expert that is being trained
 TAKES_COPY = "it takes a copy"  # why a member is removed, or refuses a probe
 
 
@@ -254,7 +254,7 @@ class Leader:
         # An expert without updates since the last note reserves none, so that a recovery counts none as lost. Others
         # reserve twice as many as came since then, so that few updates wait for a write to etcd.
         if since := reserved - self.record.version:
-            reserved += max(LEAST_RESERVED, 2 * since)
+            reserved += max(_LEAST_RESERVED, 2 * since)
         return self.record.reaching(
             self.committed,
             endpoints=endpoints,
@@ -345,7 +345,7 @@ class Leader:
                 return
             # a note every few seconds is what a later recovery counts its losses by
             end = self.committed.version
-            if now - self._noted_at >= NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
+            if now - self._noted_at >= _NOTE_EVERY and (end, end) != (self.record.version, self.reserved):
                 self._noted_at = now
                 async with self._changing:
                     await self._write(dict(self.record.endpoints))
@@ -360,7 +360,7 @@ class Leader:
             if name not in self.record.endpoints
             and (entry.expert_cls, entry.hidden_dim) == (options.expert_cls, options.hidden_dim)
         }
-        if not free or now - self._host_asked < HOST_AGAIN:
+        if not free or now - self._host_asked < _HOST_AGAIN:
             return
         self._host_asked = now
         name = min(free, key=lambda name: (free[name].num_experts, name))  # the one with the least to do

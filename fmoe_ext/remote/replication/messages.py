@@ -111,7 +111,7 @@ def _read_end(message: Message, key: str) -> End:
     return End(Term.read(message, f"{key}_term"), message.number(f"{key}_version"))
 
 
-MAX_UNSENT = 1024  # appends in a Sender's queue; a server that is further behind takes a copy instead
+_MAX_UNSENT = 1024  # appends in a Sender's queue; a server that is further behind takes a copy instead
 PAUSE = 0.05  # seconds between two attempts
 QUICK = (errors.ExpertGone, errors.NoLeader)  # failures that come at once: the server may be about to listen
 
@@ -130,7 +130,7 @@ class Sender:
 
     def put(self, append: Append) -> "asyncio.Future[Reply | None]":
         future: asyncio.Future[Reply | None] = asyncio.get_running_loop().create_future()
-        if self.is_dead or self._queue.qsize() >= MAX_UNSENT:
+        if self.is_dead or self._queue.qsize() >= _MAX_UNSENT:
             self._die(self.failure if self.is_dead else "too far behind")
             future.set_result(None)
         else:

@@ -31,7 +31,7 @@ from fmoe_ext.remote.server.server import Server
 
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote")
-RETRY_SECONDS = 0.5  # between two attempts to reach etcd
+_RETRY_SECONDS = 0.5  # between two attempts to reach etcd
 
 
 class _View:
@@ -238,11 +238,11 @@ class Registry:
                 reading.cancel()
                 stale.cancel()
             if not self._stale.is_set():
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
             try:
                 revision = await self._read_all()
             except DiscoveryError:
-                await asyncio.sleep(RETRY_SECONDS)
+                await asyncio.sleep(_RETRY_SECONDS)
 
     async def _follow(self, revision: int) -> None:
         try:

@@ -1,8 +1,8 @@
 """ReplicatedExperts: the Placement of a server whose experts have replicas on other servers (--registry).
 
-Every TICK, and whenever its view of etcd changes, a server looks at each of its experts (_look_at): who leads, what the
-record says, and what it does itself. From that alone follows its next step: end a term, fill a vacancy, join, or look
-for members. Nothing is remembered as done, so a lost message costs one look and not the expert.
+Each half second, and when its view of etcd changes, a server looks at each of its experts (_look_at): who leads, what
+the record says, and what it does itself. From that alone follows its next step: end a term, fill a vacancy, join, or
+look for members. Nothing is remembered as done, so a lost message costs one look and not the expert.
 
 A vacancy is filled without votes. recovery.decide() says at each look whether this server leads, offers its state or
 waits. To lead is one transaction in etcd, which fails if another server leads or the record has changed since it was
@@ -40,7 +40,7 @@ from fmoe_ext.remote.server.state import end_of_weights
 from fmoe_ext.remote.wire import MAX_MESSAGE_BYTES, STATE, Limits, Message
 
 log = logging.getLogger("fmoe_ext.remote")
-TICK = 0.5  # seconds between two looks at all experts while etcd shows no change
+_TICK = 0.5  # seconds between two looks at all experts while etcd shows no change
 
 
 class ReplicatedExperts:
@@ -240,7 +240,7 @@ class ReplicatedExperts:
     async def _run(self) -> None:
         while True:
             with contextlib.suppress(asyncio.TimeoutError):
-                await asyncio.wait_for(self._wake.wait(), TICK)
+                await asyncio.wait_for(self._wake.wait(), _TICK)
             self._wake.clear()
             try:
                 await self._reconcile()

@@ -31,13 +31,13 @@ from fmoe_ext.remote.security import lock_file
 from fmoe_ext.remote.wire import WHOLE, Message, WireError, decode, pieces
 
 log = logging.getLogger("fmoe_ext.remote")
-SUFFIX, DAMAGED, LOCK = ".safetensors", ".damaged-", ".lock"
+SUFFIX, _DAMAGED, _LOCK = ".safetensors", ".damaged-", ".lock"
 TABLE = "checksums"
-CHUNK, DIGEST = 1 << 20, 16  # bytes
-METHOD = f"blake2b-{8 * DIGEST} of every {CHUNK} bytes"
+CHUNK, _DIGEST = 1 << 20, 16  # bytes
+_METHOD = f"blake2b-{8 * _DIGEST} of every {CHUNK} bytes"
 READS = 3  # before a file counts as damaged: one read may fail or end early and the next one succeed
 FILE = replace(WHOLE, max_tensors=WHOLE.max_tensors + 1)  # one more: the checksums
-OLD_NAMES = ("weight/", "optimizer/", "applied.")  # how all tensors of files without checksums are named
+_OLD_NAMES = ("weight/", "optimizer/", "applied.")  # how all tensors of files without checksums are named
 
 
 class Damaged(Exception):
@@ -98,7 +98,7 @@ class Folder:
     def lock(self) -> None:
         """Lock the folder for this process until unlock() or its end; InUse if another process has it."""
         self._locked = lock_file(
-            self.path / LOCK,
+            self.path / _LOCK,
             f"another server has the checkpoint folder {self.path}: stop it, or name another --checkpoint_dir",
         )
 
@@ -200,10 +200,10 @@ class Checkpoints:
                     pass
                 return None
             taken = set(self.files.names())
-            number = next(n for n in range(1, len(taken) + 2) if f"{name}{DAMAGED}{n}" not in taken)
-            self.files.rename(name, f"{name}{DAMAGED}{number}")
+            number = next(n for n in range(1, len(taken) + 2) if f"{name}{_DAMAGED}{n}" not in taken)
+            self.files.rename(name, f"{name}{_DAMAGED}{number}")
             self.files.sync()
-            return f"{name}{DAMAGED}{number}"
+            return f"{name}{_DAMAGED}{number}"
 
     def uids(self) -> list[str]:
         """Return the experts that have a file; files with other names are not this server's."""
@@ -236,15 +236,15 @@ def encode_with_checksums(state: Message) -> Iterator[Any]:
     """Yield the bytes of a checkpoint in parts, with the checksums as the last one."""
 
     def without_table(num_chunks: int) -> list[Any]:
-        table = torch.zeros(num_chunks + 1, DIGEST, dtype=torch.uint8, device="cpu")
-        return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: METHOD}))[:-1]
+        table = torch.zeros(num_chunks + 1, _DIGEST, dtype=torch.uint8, device="cpu")
+        return pieces(Message({**state.tensors, TABLE: table}, {**state.meta, TABLE: _METHOD}))[:-1]
 
     # 1. the number of chunks: the header names the table's size, and may grow by a digit with it, so try until it fits
     count, parts = 1, without_table(1)
     while (needed := -(-sum(map(len, parts)) // CHUNK)) != count:
         count, parts = needed, without_table(needed)
     # 2. the parts, digested on the way; chunks of a MiB do not end where parts do
-    digests, chunk, room = [], hashlib.blake2b(digest_size=DIGEST), CHUNK
+    digests, chunk, room = [], hashlib.blake2b(digest_size=_DIGEST), CHUNK
     for part in parts:
         view = memoryview(part).cast("B")
         begin = 0
@@ -255,7 +255,7 @@ def encode_with_checksums(state: Message) -> Iterator[Any]:
             room -= len(piece)
             if room == 0:
                 digests.append(chunk.digest())
-                chunk, room = hashlib.blake2b(digest_size=DIGEST), CHUNK
+                chunk, room = hashlib.blake2b(digest_size=_DIGEST), CHUNK
         yield part
     # 3. the last chunk, which may be shorter, and the table in place of the zeros that the header was made with
     if room < CHUNK:
@@ -279,9 +279,9 @@ def decode_with_checksums(data: bytes) -> Message:
 
 def _num_chunks(size: int) -> int:
     """Return the number of chunks of a file, which follows from its size alone; Damaged if no file has this size."""
-    # n chunks have n + 1 digests: size = end + DIGEST * (n + 1), with end between CHUNK * (n - 1) and CHUNK * n
-    count = max(1, -(-(size - DIGEST) // (CHUNK + DIGEST)))
-    if size - DIGEST * (count + 1) <= CHUNK * (count - 1):
+    # n chunks have n + 1 digests: size = end + _DIGEST * (n + 1), with end between CHUNK * (n - 1) and CHUNK * n
+    count = max(1, -(-(size - _DIGEST) // (CHUNK + _DIGEST)))
+    if size - _DIGEST * (count + 1) <= CHUNK * (count - 1):
         raise Damaged(f"it was cut off: no checkpoint has {size} bytes")
     return count
 
@@ -292,17 +292,17 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
     try:
         # the table first: a file that was cut off, or whose table is damaged, shows there
         count = _num_chunks(size)
-        end = size - DIGEST * (count + 1)
+        end = size - _DIGEST * (count + 1)
         file.seek(end)
         table = file.read(size - end)
-        rows, whole = table[:-DIGEST], table[-DIGEST:]
+        rows, whole = table[:-_DIGEST], table[-_DIGEST:]
         if len(table) != size - end or _digest(rows) != whole:
             raise Damaged("its checksums are damaged, or it was cut off")
         # then each chunk
         file.seek(0)
         for n in range(count):
             begin, stop = n * CHUNK, min((n + 1) * CHUNK, end)
-            if _digest(file.read(stop - begin)) != rows[n * DIGEST : (n + 1) * DIGEST]:
+            if _digest(file.read(stop - begin)) != rows[n * _DIGEST : (n + 1) * _DIGEST]:
                 raise Damaged(f"bytes {begin} to {stop} differ from what was written")
             yield stop - begin
     except Damaged:
@@ -311,7 +311,7 @@ def _check_file(file: BinaryIO) -> Iterator[int]:
         file.seek(0)
         with contextlib.suppress(WireError):
             old = decode(file.read(), FILE)
-            if TABLE not in old.meta and all(name.startswith(OLD_NAMES) for name in old.tensors):
+            if TABLE not in old.meta and all(name.startswith(_OLD_NAMES) for name in old.tensors):
                 return
         raise
 
@@ -321,9 +321,9 @@ def _read_meta(file: BinaryIO) -> dict[str, str]:
     size = file.seek(0, os.SEEK_END)
     try:
         count = _num_chunks(size)
-        end = size - DIGEST * (count + 1)
+        end = size - _DIGEST * (count + 1)
         file.seek(end)
-        expected = file.read(DIGEST)
+        expected = file.read(_DIGEST)
         file.seek(0)
         data = file.read(min(CHUNK, end))
         meta = json.loads(data[8 : 8 + int.from_bytes(data[:8], "little")])["__metadata__"]
@@ -335,4 +335,4 @@ def _read_meta(file: BinaryIO) -> dict[str, str]:
 
 
 def _digest(data: bytes) -> bytes:
-    return hashlib.blake2b(data, digest_size=DIGEST).digest()
+    return hashlib.blake2b(data, digest_size=_DIGEST).digest()

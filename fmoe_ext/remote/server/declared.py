@@ -29,14 +29,14 @@ from fmoe_ext.remote.wire import Message, WireError, encode
 
 log = logging.getLogger("fmoe_ext.remote")
 HAND_OVER_SECONDS = 10.0  # that an owner which stops waits for copies of the last version
-LOOK_SECONDS = 0.05  # between two looks whether they have it
-LOOKS_A_PERIOD = 5  # a look is small, and by the last one a takeover counts what it loses
-MAX_TRIED = 1024  # uids looked up at a time, to find free ones
+_LOOK_SECONDS = 0.05  # between two looks whether they have it
+_LOOKS_A_PERIOD = 5  # a look is small, and by the last one a takeover counts what it loses
+_MAX_TRIED = 1024  # uids looked up at a time, to find free ones
 COPY_SECONDS = 600.0  # for a copy to come whole: no gradient waits for it
 
 
 class WarmCopies:
-    """Copies of experts that other servers own: looks LOOKS_A_PERIOD times a period, and copies changes once a period.
+    """Copies of experts that other servers own: looks _LOOKS_A_PERIOD times a period, and copies changes once a period.
 
     When an owner's record has expired, its expert is claimed and hosted here. Updates since the last copy are lost:
     about one period of them, if copies succeeded. updates_lost_total counts those that are known (the version at the
@@ -52,7 +52,7 @@ class WarmCopies:
         credentials: Credentials | None = None,
     ):
         self.discovery, self.period = discovery, period
-        self.looks_every = min(period / LOOKS_A_PERIOD, LONGEST_LOOK)
+        self.looks_every = min(period / _LOOKS_A_PERIOD, LONGEST_LOOK)
         self.uids = [check_uid(uid) for uid in uids]
         self._caller = Caller(credentials)
         self._copies: dict[str, tuple[float, Message]] = {}  # uid: time.monotonic() of the copy, state
@@ -174,7 +174,7 @@ class DeclaredExperts:
                 self._claimed.update(mine)
             saved, tried = len(mine), set[str]()
             # four candidates for each missing one, or a grid that is nearly full would take very many questions
-            at_once = min(4 * (wanted - saved), MAX_TRIED)
+            at_once = min(4 * (wanted - saved), _MAX_TRIED)
             while len(mine) < wanted and len(tried) < pattern.size:
                 count = min(pattern.size, len(tried) + at_once)
                 candidates = [uid for uid in pattern.sample(count, rng) if uid not in tried]
@@ -261,7 +261,7 @@ class DeclaredExperts:
             while time.monotonic() < end:
                 if not any(copies.is_awaited(uid, expert.version) for uid, expert in list(experts.items())):
                     break
-                await asyncio.sleep(LOOK_SECONDS)
+                await asyncio.sleep(_LOOK_SECONDS)
         # 3. the claims last, or a holder could take over an older copy meanwhile
         await _end(self._renewing)
         if self._server is not None:

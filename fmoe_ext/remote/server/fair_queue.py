@@ -26,7 +26,7 @@ from fmoe_ext.remote.wire import STATE
 # bytes in grpc's windows that may wait, even if ByteBudget's limit is lower
 LEAST_WAITING = 16 * WINDOW_BYTES
 # a batch becomes an update's message, where ids and rows are tensors too
-MAX_BATCH_TENSORS = STATE.max_tensors - 8
+_MAX_BATCH_TENSORS = STATE.max_tensors - 8
 
 
 def share_of_memory(part: int) -> int | None:
@@ -251,7 +251,7 @@ class FairQueue:
             expired: list[Job] = []
             sums: tuple[int, ...] = (0, 0, 0)  # rows, tensors and bytes of the batch
             # a backward batch may become one update of one expert, which followers must accept
-            limits = self.max_batch_rows, MAX_BATCH_TENSORS, self.max_batch_bytes
+            limits = self.max_batch_rows, _MAX_BATCH_TENSORS, self.max_batch_bytes
             now = time.monotonic()
             passed = 0  # peers in a row whose next job does not fit
             # round robin: one job of each peer in turn, until no peer's next job fits

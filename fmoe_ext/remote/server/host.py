@@ -30,7 +30,7 @@ from fmoe_ext.remote.server.ledger import Ledger, ReplyCache, Request, Update
 from fmoe_ext.remote.server.options import STATE_NAMES, Training
 from fmoe_ext.remote.wire import bytes_of
 
-DIGEST_EVERY = 50  # updates of a replicated expert: then followers compare their weights with the leader's
+_DIGEST_EVERY = 50  # updates of a replicated expert: then followers compare their weights with the leader's
 
 
 class ExpertMissing(Exception):
@@ -266,7 +266,7 @@ class ExpertHost:
                 ledger.check_open(expert.uid)
                 expert.step(self._stack.views(expert.place), grads.parameters, self.training)
                 requests = [Request(j.request_id, j.inputs, j.grad) for j in group if j.grad is not None]
-                has_digest = ledger.is_replicated and (ledger.version + 1) % DIGEST_EVERY == 0
+                has_digest = ledger.is_replicated and (ledger.version + 1) % _DIGEST_EVERY == 0
                 digest = self.digest(expert.uid) if has_digest else ""
                 update = ledger.append(expert.uid, requests, digest)
         except SchemaError as error:

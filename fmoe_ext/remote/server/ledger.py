@@ -240,11 +240,13 @@ def unpack_ids(packed: torch.Tensor) -> list[str]:
     return [data[n : n + ID_BYTES].hex() for n in range(0, len(data), ID_BYTES)]
 
 
-class ReplyCache:
-    """The latest answers to gradients that fit in max_bytes, by expert and request id. For the computing thread."""
+_MAX_REPLY_BYTES = 128 << 20  # of the answers in a ReplyCache
 
-    def __init__(self, max_bytes: int = 128 << 20):
-        self.max_bytes = max_bytes
+
+class ReplyCache:
+    """The latest answers to gradients, by expert and request id. For the computing thread."""
+
+    def __init__(self) -> None:
         self.num_bytes = 0
         self._answers: OrderedDict[tuple[str, str], tuple[torch.Tensor, ...]] = OrderedDict()
 
@@ -257,7 +259,7 @@ class ReplyCache:
         tensors = tuple(x if x.untyped_storage().nbytes() <= x.nbytes else x.clone() for x in tensors)
         self._answers[uid, request_id] = tensors
         self.num_bytes += _size(tensors)
-        while self.num_bytes > self.max_bytes:
+        while self.num_bytes > _MAX_REPLY_BYTES:
             self.drop(*next(iter(self._answers)))
 
     def get(self, uid: str, request_id: str) -> tuple[torch.Tensor, ...] | None:

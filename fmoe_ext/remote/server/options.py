@@ -175,9 +175,9 @@ class Replication:
     )
 
 
-CALLS_OTHERS = ("registry", "copies_of")  # flags with which a server calls other servers
+_CALLS_OTHERS = ("registry", "copies_of")  # flags with which a server calls other servers
 # hivemind's flags, and what to write instead of them
-HIVEMIND = MappingProxyType(
+_HIVEMIND = MappingProxyType(
     {
         "num_handlers": "one process answers all calls; leave it out",
         "min_batch_size": "calls that wait are computed together at once; leave it out",
@@ -222,11 +222,11 @@ class _Command:
         excludes=("dht_port", "initial_peers", "identity_path", "ttl", "copies_of"),
     )
     tls_ca: Path | None = admission_flag(
-        None, "PEM file that signed the other servers' certificates", needs=CALLS_OTHERS
+        None, "PEM file that signed the other servers' certificates", needs=_CALLS_OTHERS
     )
     tokens: Path | None = admission_flag(None, "a file of `name: token` lines; calls without one are refused")
     own_token: str | None = admission_flag(
-        None, "the name in --tokens under which this server calls the others", needs=CALLS_OTHERS
+        None, "the name in --tokens under which this server calls the others", needs=_CALLS_OTHERS
     )
 
 
@@ -237,7 +237,7 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
         *(Options, Training, Security, Replication, _Command),
         description="Hosts experts until a signal ends it.",
         usage="fmoe serve [--flag value ...], or fmoe serve status --help, or fmoe serve --help",
-        foreign=HIVEMIND,
+        foreign=_HIVEMIND,
     )
     flags = parser.read(arguments, "config")
     if flags.expert_uids and flags.num_experts not in (None, len(flags.expert_uids)):

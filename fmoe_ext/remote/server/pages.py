@@ -84,9 +84,9 @@ class Metrics:
         yield from histograms.values()
 
 
-MAX_REQUEST = 8 << 10  # bytes
-MAX_CONNECTIONS = 64  # at a time; others are closed without an answer
-ANSWER_SECONDS = 5.0  # for a request and its answer
+_MAX_REQUEST = 8 << 10  # bytes
+_MAX_CONNECTIONS = 64  # at a time; others are closed without an answer
+_ANSWER_SECONDS = 5.0  # for a request and its answer
 
 
 class Pages:
@@ -106,7 +106,7 @@ class Pages:
         require("prometheus_client", "--http_on")
         host, _, port = listen_on.rpartition(":")
         self._http = await asyncio.start_server(
-            self._serve, host.strip("[]") or None, int(port), limit=MAX_REQUEST
+            self._serve, host.strip("[]") or None, int(port), limit=_MAX_REQUEST
         )
         self.port = self._http.sockets[0].getsockname()[1]
 
@@ -117,8 +117,8 @@ class Pages:
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         self._open += 1
         try:
-            if self._open <= MAX_CONNECTIONS:
-                await asyncio.wait_for(self._answer(reader, writer), ANSWER_SECONDS)
+            if self._open <= _MAX_CONNECTIONS:
+                await asyncio.wait_for(self._answer(reader, writer), _ANSWER_SECONDS)
         except (asyncio.TimeoutError, asyncio.IncompleteReadError, asyncio.LimitOverrunError, OSError):
             pass  # such a request gets no answer
         finally:

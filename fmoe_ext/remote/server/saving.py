@@ -21,7 +21,7 @@ from fmoe_ext.remote.wire import Message
 
 T = TypeVar("T")
 log = logging.getLogger("fmoe_ext.remote")
-CHECK_SECONDS = 600.0  # between two readings of all checkpoints
+_CHECK_SECONDS = 600.0  # between two readings of all checkpoints
 PATIENCE = 60.0  # seconds that a server, when it shuts down, gives the disk for each expert
 
 
@@ -92,7 +92,7 @@ class Saver:
                 await self.check_at_rest(bytes_per_second)
             except OSError as error:
                 log.error("checkpoints cannot be checked: %s", error)
-            await asyncio.sleep(CHECK_SECONDS)
+            await asyncio.sleep(_CHECK_SECONDS)
 
     # ---------------------------------------------------------------- writing
 

@@ -34,8 +34,8 @@ from fmoe_ext.remote.server.state import read_state, write_state
 from fmoe_ext.remote.wire import Limits, Message, body_bytes
 
 log = logging.getLogger("fmoe_ext.remote")
-SHARE_IN_FLIGHT = 8  # calls may hold an eighth of the memory; computing one takes several times its bytes
-DRAIN_SECONDS = 5.0  # for calls under way when the server stops
+_SHARE_IN_FLIGHT = 8  # calls may hold an eighth of the memory; computing one takes several times its bytes
+_DRAIN_SECONDS = 5.0  # for calls under way when the server stops
 
 
 class Placement(Protocol):
@@ -64,7 +64,7 @@ class Server:
         self.metrics = metrics = Metrics()
         call = Limits(max_message_bytes=options.max_message_bytes)
         self.guard = Guard(options.security)
-        most = options.max_bytes_in_flight or share_of_memory(SHARE_IN_FLIGHT)
+        most = options.max_bytes_in_flight or share_of_memory(_SHARE_IN_FLIGHT)
         budget = None if most is None else ByteBudget(most, options.max_waiting)
         self.service = ExpertService(self.compute, self.guard, metrics, call, budget)
         self.service.max_rows = options.max_rows
@@ -177,7 +177,7 @@ class Server:
         try:
             await self.placement.stop()  # before the port closes: others take over while calls still end
             if self._grpc is not None:
-                await self._grpc.stop(DRAIN_SECONDS)
+                await self._grpc.stop(_DRAIN_SECONDS)
         finally:
             if self.saver is not None:
                 await self.saver.end(save)

@@ -146,11 +146,11 @@ class _CopiesElsewhere:
         return copy is not None and copy.version < version and time.monotonic() < copy.due
 
 
-LONGEST_CALL = 600.0  # seconds; also for callers without a deadline
-CALLS_IN_FLIGHT = 8  # calls of the largest size that memory is kept for, if the machine's memory is unknown
+_LONGEST_CALL = 600.0  # seconds; also for callers without a deadline
+_CALLS_IN_FLIGHT = 8  # calls of the largest size that memory is kept for, if the machine's memory is unknown
 SHARE_FOR_ROOM = 0.5  # of a call's time that it may wait for memory; then it is refused and may go elsewhere
-TRIM_BYTES = 64 << 20  # of calls that have ended, after which freed memory is given back to the system
-MAX_SHOWN_PEERS = 100  # on the status page
+_TRIM_BYTES = 64 << 20  # of calls that have ended, after which freed memory is given back to the system
+_MAX_SHOWN_PEERS = 100  # on the status page
 # Methods that change experts or where they are hosted: --allow_backward decides who may call them.
 CHANGES = frozenset(("backward", "append", "join", "ready", "host"))
 Code = grpc.StatusCode
@@ -238,7 +238,7 @@ class Intake:
                 )
             # 2. wait for memory; a call that announces nothing, or nonsense, needs room for the largest
             room = announced if is_number else min(self.limits.max_message_bytes, self.budget.limit)
-            seconds = min(context.time_remaining() or LONGEST_CALL, LONGEST_CALL)
+            seconds = min(context.time_remaining() or _LONGEST_CALL, _LONGEST_CALL)
             held = await self.budget.take(peer, room, seconds * SHARE_FOR_ROOM)
             context.add_done_callback(lambda _: held.release())  # grpc has the reply, or the caller is gone
             if in_parts:
@@ -290,7 +290,7 @@ class Intake:
 
         glibc does that by itself only at the top of its heap, where small pieces of grpc's are in the way.
         """
-        if self._ended_bytes >= TRIM_BYTES:
+        if self._ended_bytes >= _TRIM_BYTES:
             self._ended_bytes = 0
             # in 0.1 s, when grpc has freed the last frames of the call; on another thread, for it takes milliseconds
             loop = asyncio.get_running_loop()
@@ -310,7 +310,7 @@ class ExpertService:
     ):
         self.compute, self.metrics, self.limits = compute, metrics, limits
         self.max_rows: int | None = None  # of one call
-        self.budget = budget or ByteBudget(CALLS_IN_FLIGHT * limits.max_message_bytes)
+        self.budget = budget or ByteBudget(_CALLS_IN_FLIGHT * limits.max_message_bytes)
 
         def ended(name: str, code: grpc.StatusCode, seconds: float) -> None:
             metrics.add("calls_total", method=name, code=code.name)
@@ -346,7 +346,7 @@ class ExpertService:
         loss = call.message.meta.get(protocol.LOSS) or self.peers.pop(call.peer, (0.0, ""))[1]
         self.peers[call.peer] = (time.monotonic(), loss[:20])
         self.peers.move_to_end(call.peer)
-        while len(self.peers) > MAX_SHOWN_PEERS:
+        while len(self.peers) > _MAX_SHOWN_PEERS:
             self.peers.popitem(last=False)
         return await method(call)
 

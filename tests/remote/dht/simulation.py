@@ -9,7 +9,7 @@ import types
 from unittest import mock
 
 from fmoe_ext.remote.dht import Identity, KademliaDiscovery, KademliaNode, NodeOptions
-from fmoe_ext.remote.dht.clock import NetworkClock
+from fmoe_ext.remote.dht.node import NetworkClock
 from fmoe_ext.remote.dht.transport import Unreachable
 from tests.remote.simulation.virtual import VirtualLoop
 

@@ -10,8 +10,8 @@ from simulation import Network, close, endpoint_of
 
 from fmoe_ext.remote.beam_search import beam_search
 from fmoe_ext.remote.dht import messages, storage
-from fmoe_ext.remote.dht.clock import NetworkClock
 from fmoe_ext.remote.dht.messages import Answer, Found, Header
+from fmoe_ext.remote.dht.node import NetworkClock
 from fmoe_ext.remote.dht.records import Identity, prefix_key, uid_key
 from fmoe_ext.remote.dht.storage import Peer, RecordStore, Refusal
 

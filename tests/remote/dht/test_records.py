@@ -269,7 +269,7 @@ def test_routing_keeps_those_who_answer():
     table.failed(peers[1].node_id)
     assert table.failed(peers[1].node_id) == peers[1]
     assert list(table) == [peers[0], peers[3]]
-    assert table.closest(peers[3].node_id, 1) == [peers[3]]
+    assert table.closest(peers[3].node_id)[0] == peers[3]
 
 
 def test_host_that_is_seen():
