@@ -1,12 +1,13 @@
 """Decide, by pure functions of what a server sees, what it does about an expert without leader; replicas.py does it.
 
-    A member in the record    has every acknowledged update, so any of them may lead at once (LEAD). If the last leader
-                              has named a successor that lives, the others leave it SUCCESSOR_SECONDS.
-    Any other server          offers the end of its log (OFFER). If no member is left that could lead, the server with
-                              the largest end leads after a wait, in which a member or a newer state may return
-                              (RECOVER).
-What the log of a recovery lacks is lost, and counted (Loss): the record says how far the log had come at the last note,
-and up to which version (`reserved`) the last leader may have acknowledged updates since.
+    A sound member of the record   has every acknowledged update, so it may lead at once (LEAD). If the last leader has
+                                   named a successor that is alive, the other members leave it a second.
+    Any other server               offers the end of its log (OFFER). If no sound member is left, the server with the
+                                   largest end leads (RECOVER) after a wait, in which a better state may return. The
+                                   wait is short if it lacks nothing that the record knows of.
+A member is sound unless its weights cannot be trusted. Updates that the log of a recovery lacks are lost and counted
+(Loss): the record says how far the log had come at the last note, and up to which version (`reserved`) the last leader
+may have acknowledged updates since.
 """
 
 import enum
@@ -17,9 +18,9 @@ from fmoe_ext.remote.etcd import keys
 from fmoe_ext.remote.server.ledger import End, Term
 
 # seconds to wait for other servers' offers, if nothing that the record knows of is lacking
-RECOVERY_LOOK = 1.0
-MAX_STARTS = 32  # terms, the last ones, whose first versions a record keeps
-SUCCESSOR_SECONDS = 1.0  # for which the other members leave the lead to the successor in the record
+_RECOVERY_LOOK = 1.0
+_MAX_STARTS = 32  # terms, the last ones, whose first versions a record keeps
+_SUCCESSOR_SECONDS = 1.0  # for which the other members leave the lead to the successor in the record
 
 
 class Action(enum.Enum):
@@ -65,7 +66,7 @@ def decide(vacancy: Vacancy) -> Action:
     me, record = vacancy.server, vacancy.record or keys.Members()
     if me in record.endpoints and vacancy.is_able:
         is_named = record.successor not in ("", me) and record.successor in vacancy.alive
-        return Action.WAIT if is_named and vacancy.seconds < SUCCESSOR_SECONDS else Action.LEAD
+        return Action.WAIT if is_named and vacancy.seconds < _SUCCESSOR_SECONDS else Action.LEAD
     # 2. any other server offers, unless its offer is already there
     if vacancy.offers.get(me) != keys.Offer.of(vacancy.end, vacancy.revision):
         return Action.OFFER
@@ -83,7 +84,7 @@ def decide(vacancy: Vacancy) -> Action:
     if vacancy.record is None and set(vacancy.alive) == {me} and not vacancy.lacks:
         wait = 0.0  # a new expert, and the only server
     elif vacancy.end >= record.end and not vacancy.lacks and vacancy.is_able:
-        wait = RECOVERY_LOOK
+        wait = _RECOVERY_LOOK
     else:
         wait = vacancy.recovery_wait
     if record.voided:  # a leader from before etcd went back may still have its lease
@@ -127,9 +128,9 @@ def loss_of(vacancy: Vacancy) -> Loss:
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
-    """Return the first versions of terms with one more; only the last MAX_STARTS are kept. JSON has text as keys."""
+    """Return the first versions of terms with one more; only the last _MAX_STARTS are kept. JSON has text as keys."""
     known = sorted({**{int(t): v for t, v in starts.items()}, term: version}.items())
-    return {str(t): v for t, v in known[-MAX_STARTS:]}
+    return {str(t): v for t, v in known[-_MAX_STARTS:]}
 
 
 def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> keys.Members:
