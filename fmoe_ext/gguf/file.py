@@ -50,7 +50,7 @@ _DTYPES = MappingProxyType(  # of types that numpy has; others are bytes
 
 
 @dataclass
-class Field:
+class _Field:
     """A key's value, decoded when it is asked for."""
 
     types: list[Any]  # gguf.GGUFValueType of it, and of an array's items
@@ -95,7 +95,7 @@ def open_gguf(file: str | Path) -> GgufFile:
 class GgufFile:
     """A GGUF file whose header is read and whose data is mapped; CheckpointError if it is truncated or damaged."""
 
-    fields: dict[str, Field]  # {key: value}
+    fields: dict[str, _Field]  # {key: value}
     tensors: list[Tensor]
     alignment: int  # bytes
     files: list[Path]  # this one alone, until take_parts() adds those that a split model has beside it
@@ -231,7 +231,7 @@ class GgufFile:
             self._refuse(f"{key} is {value!r}, no number")
         return value
 
-    def _field(self, name: str) -> Field:
+    def _field(self, name: str) -> _Field:
         (kind,) = self._take("I")
         types, count = [self._known(self._value_types, kind, name)], 1
         if types[0].name == "ARRAY":
@@ -251,7 +251,7 @@ class GgufFile:
                 self._at += sum(8 + len(part) for part in _strings(self._data[begin:], count))
             except struct.error:
                 self._refuse(f"{name} ends behind it")
-        return Field(types, count, self._data[begin : self._at])
+        return _Field(types, count, self._data[begin : self._at])
 
     def _tensors(self, count: int) -> list[Tensor]:
         from gguf import GGML_QUANT_SIZES

@@ -514,7 +514,7 @@ def test_logits_that_are_all_zero_have_no_share(made, tmp_path):
     model.save_pretrained(tmp_path / "base")
     zero = ModelFolder(tmp_path / "base")
     merge.merge(read_adapter(folder), zero, tmp_path / "merged")
-    found = logits(read_adapter(folder), zero, tmp_path / "merged")
+    found = logits(zero, tmp_path / "merged")
     assert found == {"largest_difference": 0.0, "changed_first_choices": 0.0}
 
 

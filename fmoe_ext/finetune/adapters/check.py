@@ -112,7 +112,7 @@ def check(adapter: Adapter, base: ModelFolder | None = None) -> dict[str, Any]:
     return report
 
 
-def logits(adapter: Adapter, base: ModelFolder, merged: Path) -> dict[str, float]:
+def logits(base: ModelFolder, merged: Path) -> dict[str, float]:
     """Compare the logits of a base and a merged model on 32 random tokens, in float32.
 
     Returns the largest difference, its share of the base's largest logit (left out if all of these are zero), and the

@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model and base is not None and not report["problems"]:
             with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
                 merge(adapter, base, Path(folder, "merged"), torch.float32)
-                report["logits"] = logits(adapter, base, Path(folder, "merged"))
+                report["logits"] = logits(base, Path(folder, "merged"))
         print(json.dumps(report, indent=2) if options.json else _as_text(report))
         return 1 if report["problems"] else 0
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
