@@ -58,7 +58,8 @@ class BaseExperts:
         for make in makers:
             try:
                 with torch.device("meta"):
-                    model = make(base.make_config())
+                    # a converter may cast to the parameter's dtype (Inkling 2's does), which must not round
+                    model = make(base.make_config()).double()
             except Exception:  # Transformers' errors have no common class; the names of layouts remain
                 continue
             self._models.append((model, WeightNames(base, model, base.tensors)))

@@ -9,7 +9,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.checkpoint.weight_names import WeightNames
-from fmoe_ext.finetune.adapters import converted, merge
+from fmoe_ext.finetune.adapters import merge
 from fmoe_ext.finetune.adapters.reading import read_adapter
 from tests.huggingface.moe_architectures import CHANGES, skip_without, tiny_model
 
@@ -64,7 +64,7 @@ def test_converter_that_computes_is_refused(fault, tmp_path, monkeypatch):
         warnings.simplefilter("ignore")
         folders(MINIMAX, tmp_path, monkeypatch)
     adapter = read_adapter(tmp_path / "adapter")
-    in_files, in_modules = converted.as_written, converted.as_in_modules
+    in_files, in_modules = merge.as_written, merge.as_in_modules
     if fault == "adds":
         for key, factor in adapter.others.items():
             adapter.others[key] = StoredTensor.of(torch.zeros_like(factor.read()))
@@ -80,8 +80,8 @@ def test_converter_that_computes_is_refused(fault, tmp_path, monkeypatch):
             return {name: StoredTensor.of(t.read().half()) for name, t in in_files(model, tensors).items()}
 
         back = in_modules
-    monkeypatch.setattr(converted, "as_written", written)
-    monkeypatch.setattr(converted, "as_in_modules", back)
+    monkeypatch.setattr(merge, "as_written", written)
+    monkeypatch.setattr(merge, "as_in_modules", back)
     with pytest.raises(CheckpointError, match=r"which does not turn the adapter's change back"):
         merge.merge(adapter, ModelFolder(tmp_path / "base"), tmp_path / "out")
 
@@ -106,7 +106,7 @@ def test_converter_that_cannot_be_undone_is_refused_by_its_name(tmp_path, monkey
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         folders(MINIMAX, tmp_path, monkeypatch)
-    monkeypatch.setattr(converted, "as_written", lambda model, tensors: tensors)
+    monkeypatch.setattr(merge, "as_written", lambda model, tensors: tensors)
     with pytest.raises(
         CheckpointError, match=r"up_proj.weight by Transformers' Concatenate, .* Merge in memory"
     ):
