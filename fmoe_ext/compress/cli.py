@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             held_out=options.held_out,
             scores=options.scores,
             dry_run=options.dry_run,
-            say=_say,
+            say=lambda line: print(line, file=sys.stderr, flush=True),
         )
     except (CheckpointError, OSError, ValueError, MemoryError) as error:
         sys.exit(f"error: {reason(error) or 'there is not enough memory'}")
@@ -70,10 +70,6 @@ def _as_text(report: dict[str, Any], out: str | None) -> str:
         f"{out}: {counts}; {out}/{PAGE}" if "loss_after" in report else f"{counts}; nothing was written"
     )
     return "\n".join(lines)
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -2,21 +2,27 @@
 
     open      the files, the streamed model, how many experts stay; what is known to fail is refused here
     measure   the model reads the text once, while hooks count what each expert does (scores.py)
-    choose    the best of each layer stay; with merge=, similar ones become one (choose.py)
+    choose    the best of each layer stay; with merge=, similar ones become one
     write     the bytes of those that stay are copied from the files (cut.py), so that packed experts lose nothing
     test      the result is streamed over held-out text, which proves that it loads and gives its loss
 
 A text takes hours to read, so a call may be ended anywhere: what it has measured and written stays beside `out`, and
 the same call goes on from there (checkpoint.shards.continued). A call with other choices is refused there, as it would
 mix the files of two models.
+
+Every layer keeps the same number of experts, as config.json has only one. best() keeps the highest scores.
+best_merged() lets an expert that goes live on in a similar one that stays: their weights are averaged by use. Both
+ideas of merging are M-SMoE's (Li et al., 2024, https://arxiv.org/abs/2310.01334); M-SMoE keeps all rows of the router,
+but a folder of Transformers has one row for each expert, so rows are averaged too.
 """
 
 from __future__ import annotations
 
 import gc
 import hashlib
+import html
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -24,13 +30,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fmoe_ext.balance.html import document, figure, scale, table, tiles
 from fmoe_ext.checkpoint.card import render_card, shown, write_card
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import atomic_file, fingerprint, write_json
 from fmoe_ext.checkpoint.shards import Unfinished, check_is_free, continued
-from fmoe_ext.compress.choose import best, best_merged, similarities
 from fmoe_ext.compress.cut import TOP_K, Cut, GgufCut, Shares
-from fmoe_ext.compress.page import render
 from fmoe_ext.compress.scores import CRITERIA, Scores, earlier, measure_into
 from fmoe_ext.finetune.streaming.model import stream
 from fmoe_ext.finetune.text import sequences
@@ -38,6 +43,7 @@ from fmoe_ext.model_files import FolderModel, GgufModel, experts_modules, open_m
 
 _REPORT, PAGE = "prune_report.json", "prune_report.html"
 _SCORES = "scores.json"  # of a job that is not done
+_MOST_CHIPS = 12  # experts that a row of the report's table names; the rest is a number
 
 
 def prune(
@@ -165,7 +171,7 @@ def prune(
         report["loss_after"] = _loss(stream(result, memory), test, say)
         write_json(job.folder / _REPORT, report)
         with atomic_file(job.folder / PAGE) as page:
-            page.write(render(report).encode())
+            page.write(_page(report).encode())
         write_card(job.folder, _card(files.path, report, about["text"], merge))
     return report
 
@@ -251,6 +257,71 @@ def _choose(
     return kept, layers, heads
 
 
+def best(scores: Tensor, number: int, groups: int = 1) -> list[int]:
+    """Return the `number` best experts by scores [E], equally many of each group, ascending; of equals the first."""
+    in_groups = scores.view(groups, -1)
+    order = torch.argsort(in_groups, dim=1, descending=True, stable=True)[:, : number // groups]
+    offset = torch.arange(groups, device=scores.device)[:, None] * in_groups.shape[1]
+    found: list[int] = (order + offset).flatten().sort().values.tolist()
+    return found
+
+
+def similarities(matrices: Iterable[Tensor]) -> Tensor:
+    """Return the cosine of each pair of experts, all weights of one as one vector: [E, E] float64, 0 on the diagonal.
+
+    matrices: each a projection of all experts, [E, n]. They are read one at a time, so an iterator saves memory.
+    """
+    products: Tensor | None = None
+    for matrix in matrices:
+        wide = matrix.to(torch.promote_types(matrix.dtype, torch.float32))
+        product = (wide @ wide.T).double()
+        products = product if products is None else products + product
+    if products is None:
+        raise ValueError("there are no weights to compare")
+    norms = products.diagonal().clamp(min=1e-300).sqrt()  # an expert of zeros is similar to none
+    return (products / norms / norms[:, None]).fill_diagonal_(0)
+
+
+def best_merged(
+    scores: Tensor, count: Tensor, cosine: Tensor, number: int, least: float
+) -> dict[int, dict[int, float]]:
+    """Choose the experts that stay -> {expert that stays: {expert whose weights it is made of: share}}.
+
+    1. While more than `number` are left: of the most similar pair, if its cosine is at least `least`, the expert with
+       the lower score goes. 2. Then the lowest scores go, until `number` are left. 3. Each expert that goes is merged
+       into the most similar one that stays, or dropped if their cosine is below `least`. Shares follow `count`: an
+       expert without tokens has none, unless all of a group are without. Of equal scores the first stays.
+    scores [E] float64, count [E] int64: tokens of each expert, cosine [E, E].
+    """
+    # 1. The worse of each similar pair
+    pairs = cosine.clone()
+    gone: list[int] = []
+    while scores.numel() - len(gone) > number and pairs.max() >= least:
+        pair = divmod(int(pairs.argmax()), scores.numel())
+        goes = min(pair, key=lambda e: (float(scores[e]), -e))
+        gone.append(goes)
+        pairs[goes] = pairs[:, goes] = -torch.inf  # it is in no pair any more
+    # 2. The lowest scores
+    worst_first = reversed(torch.argsort(scores, descending=True, stable=True).tolist())
+    others = [e for e in worst_first if e not in gone]
+    gone += others[: max(0, scores.numel() - len(gone) - number)]
+    # 3. Who is merged into whom, by their shares of tokens
+    stay = sorted(set(range(scores.numel())) - set(gone))
+    groups = {e: [e] for e in stay}
+    for e in gone:
+        nearest = max(stay, key=lambda other: float(cosine[e, other]))
+        if cosine[e, nearest] >= least:
+            groups[nearest].append(e)
+    shares = {}
+    for e, group in groups.items():
+        total = int(count[group].sum())
+        if total:
+            shares[e] = {other: int(count[other]) / total for other in group if count[other]}
+        else:  # no token chose any of them: the one that stays is kept as it is
+            shares[e] = {e: 1.0}
+    return shares
+
+
 @torch.no_grad()
 def _loss(model: Any, test: Tensor, say: Callable[[str], None]) -> float | None:
     """Compute the mean cross-entropy of the next token over sequences [m, L]; None without any."""
@@ -259,6 +330,53 @@ def _loss(model: Any, test: Tensor, say: Callable[[str], None]) -> float | None:
         say(f"held-out sequence {i} of {len(test)}")
         losses.append(model(input_ids=one, labels=one, use_cache=False).loss.double())
     return torch.stack(losses).mean().item() if losses else None
+
+
+def _page(report: Mapping[str, Any]) -> str:
+    """Render the report as one HTML page: scores by layer, and the experts that went."""
+    layers = report["layers"]
+    # What was kept, and what it cost.
+    losses = (report["loss_before"], report.get("loss_after"))
+    before, after = ("-" if loss is None else f"{loss:.4f}" for loss in losses)
+    facts = {
+        "experts before": str(report["experts_before"]),
+        "experts after": str(report["experts_after"]),
+        "tokens read": f"{report['tokens']:,}",
+        "loss before": before,
+        "loss after": after,
+        "routing weight lost": f"{sum(layer['lost_mass'] for layer in layers.values()) / len(layers):.2%}",
+    }
+    heads = ""
+    if report["heads"]:
+        heads = (
+            f" The text does not reach the {len(report['heads'])} layers of heads for the tokens after the next: there "
+            "the experts with the largest norms of weights stayed."
+        )
+    # The scores of each layer, the highest first.
+    values = torch.tensor([layer["scores"] for layer in layers.values()], dtype=torch.float64, device="cpu")
+    relative = values / values.mean(1, keepdim=True).clamp(min=1e-30)
+    order = relative.sort(1, descending=True).values
+    layer_numbers, ranks = ([str(i) for i in range(size)] for size in order.shape)
+    caption = f"stayed: columns 0 to {report['experts_after'] - 1}"
+    picture = figure(order, caption, layer_numbers, ranks)
+    # The experts that went.
+    rows = []
+    for path, layer in layers.items():
+        gone = sorted(layer["pruned"].items(), key=lambda item: item[1]["score"])
+        chips = [f'<span class="chip">{e}: {one["tokens"]:,}</span>' for e, one in gone[:_MOST_CHIPS]]
+        if len(gone) > _MOST_CHIPS:
+            chips.append(f"and {len(gone) - _MOST_CHIPS} more")
+        rows.append([html.escape(path), f"{layer['lost_mass']:.2%}", "".join(chips)])
+    return document(
+        "Pruned experts",
+        f"<h1>Pruned experts</h1><p>{html.escape(report['base'])}: in each layer the experts of the highest score "
+        f"stayed ({html.escape(report['criterion'])}). Losses are nats a token on held-out text.{heads}</p>"
+        f"{tiles(facts)}"
+        "<h2>Scores</h2><p>Layers on the left; experts in the order of their scores below. The colour is the score "
+        f"over the mean of its layer.</p><p>{scale('0', '1', '2 or more')}</p>{picture}"
+        "<h2>Layers</h2><p>Experts that went, the lowest score first, with the tokens that had chosen them.</p>"
+        + table(("layer", "routing weight lost", "experts that went: tokens"), rows, left=(0, 2)),
+    )
 
 
 def _card(model: Path, report: Mapping[str, Any], text: str, merge: float | None) -> str:

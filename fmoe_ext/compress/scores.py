@@ -97,7 +97,7 @@ def measure(model: Any, batches: Iterable[Tensor], criterion: str = "reap") -> S
         >>> {name: values.sum().item() for name, values in scores.of("frequency").items()}
         {'model.layers.0.mlp.experts': 64.0}
     """
-    with Measurement(model, criterion) as found:
+    with _Measurement(model, criterion) as found:
         for batch in batches:
             found.read(batch)
     if found.tokens == 0:
@@ -136,7 +136,7 @@ def measure_into(
     if before is not None and done == len(batches):
         say(f"scores of {file}")
         return before
-    with Measurement(model, criterion, before) as found:
+    with _Measurement(model, criterion, before) as found:
         for i, batch in enumerate(batches[done:], done + 1):
             say(f"reading part {i} of {len(batches)} of the text")
             found.read(batch)
@@ -145,7 +145,7 @@ def measure_into(
     return found.scores()
 
 
-class Measurement:
+class _Measurement:
     """Counts what a model's experts do while it reads, until the block ends. before: counts to go on from."""
 
     def __init__(self, model: Any, criterion: str, before: Scores | None = None) -> None:
@@ -164,7 +164,7 @@ class Measurement:
                 meter.count, meter.mass = before.count[path], before.mass[path]
                 meter.saliency = before.saliency.get(path)
 
-    def __enter__(self) -> Measurement:
+    def __enter__(self) -> _Measurement:
         return self
 
     def __exit__(self, *_: object) -> None:

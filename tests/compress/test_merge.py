@@ -6,7 +6,7 @@ from safetensors.torch import load_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import measure, prune
-from fmoe_ext.compress.choose import best, best_merged, similarities
+from fmoe_ext.compress.prune import best, best_merged, similarities
 from tests.compress import planted
 from tests.finetune.streamed_models import resident, save
 from tests.formats.format_models import without_float32

@@ -10,8 +10,7 @@ from safetensors.torch import load_file
 import fmoe_ext
 from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.compress import CRITERIA, measure, prune
-from fmoe_ext.compress.choose import best
-from fmoe_ext.compress.prune import number_to_keep
+from fmoe_ext.compress.prune import best, number_to_keep
 from fmoe_ext.compress.scores import Scores
 from tests import packed_layouts
 from tests.finetune.streamed_models import WIDE, of_values, pack, pack_linear, resident, save

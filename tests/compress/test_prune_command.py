@@ -95,10 +95,15 @@ KILLED = """
 import json, os, signal, sys
 from fmoe_ext.compress import cli
 import transformers
-say = cli._say
+prune = cli.prune
+def killed(at):
+    def run(*inputs, say, **options):
+        until = lambda line: os.kill(os.getpid(), signal.SIGKILL) if line.startswith(at) else say(line)
+        return prune(*inputs, say=until, **options)
+    return run
 for at, arguments in json.loads(sys.argv[1]):
     if not (pid := os.fork()):
-        cli._say = lambda line: os.kill(os.getpid(), signal.SIGKILL) if line.startswith(at) else say(line)
+        cli.prune = killed(at)
         try:
             cli.main(arguments)
         finally:
