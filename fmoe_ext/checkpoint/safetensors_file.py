@@ -8,8 +8,8 @@ The checksum is the SHA-256 of the file, in its own metadata: it is computed wit
 last. Other programs read these files like any other.
 
 StoredTensor is what all conversions here work on: shape and dtype are known, and the values are read when they are
-needed. So write_safetensors() writes a model of any size with one tensor in memory, or one part of
-a tensor that has parts.
+needed. So write_safetensors() writes a model of any size with one tensor in memory, or one part of a tensor that has
+parts.
 """
 
 import hashlib
