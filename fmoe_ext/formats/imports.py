@@ -29,9 +29,8 @@ from fmoe_ext._require import require
 from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.card import write_card
 from fmoe_ext.checkpoint.expert_layers import decode
-from fmoe_ext.checkpoint.families import FAMILIES
+from fmoe_ext.checkpoint.families import FAMILIES, NOT_USED, REFUSED
 from fmoe_ext.checkpoint.families.family import CLAMPED, LIMITED, SOFTCAPPED, Family
-from fmoe_ext.checkpoint.families.refused import NOT_USED, REFUSED
 from fmoe_ext.checkpoint.files import inside
 from fmoe_ext.checkpoint.huggingface import find_layer, from_huggingface, is_huggingface
 from fmoe_ext.checkpoint.model_folder import (

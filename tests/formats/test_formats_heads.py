@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 import fmoe_ext
-from fmoe_ext.checkpoint.families.refused import REFUSED
+from fmoe_ext.checkpoint.families import REFUSED
 from fmoe_ext.compress import prune
 from fmoe_ext.finetune.adapters import cli as adapters
 from fmoe_ext.formats.cli import main as export_command

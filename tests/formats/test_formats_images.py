@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP, doctor, info
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.families.refused import REFUSED
+from fmoe_ext.checkpoint.families import REFUSED
 from fmoe_ext.doctor import subject
 
 transformers = pytest.importorskip("transformers")

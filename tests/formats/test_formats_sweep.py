@@ -12,8 +12,7 @@ from safetensors.torch import load_file
 import fmoe_ext
 from fmoe_ext import FMoETransformerMLP
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.families import FAMILIES
-from fmoe_ext.checkpoint.families.refused import REFUSED
+from fmoe_ext.checkpoint.families import FAMILIES, REFUSED
 from tests.formats.format_models import without_float32
 from tests.formats.test_formats import resumed
 from tests.huggingface.huggingface_models import make_ids

@@ -1,7 +1,7 @@
 """Collect the known Hugging Face MoE families: FAMILIES of every file in this folder.
 
 A file has one kind of MoE layer and the model types that are variants of it; plain.py has those that need no code of
-their own, family.py says what a family is, and refused.py has types that are not read. docs/formats.md has the table.
+their own, and family.py says what a family is. REFUSED has types that are not read. docs/formats.md has the table.
 
 huggingface.py recognises a layer of a state dict by the tables below: each holds the names that any known layout has.
 """
@@ -18,7 +18,7 @@ from fmoe_ext.checkpoint.families.family import Family, Layout
 _MODULES = tuple(
     importlib.import_module(f"{__name__}.{module.name}")
     for module in pkgutil.iter_modules(__path__)
-    if module.name not in ("family", "refused")
+    if module.name != "family"
 )
 FAMILIES: Mapping[str, Family] = MappingProxyType(
     {
@@ -28,6 +28,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
         )
     }
 )
+# {model_type of the text configuration: why import_model() refuses it}, the end of "... is not imported, for ...".
+# huggingface.use(model) runs their experts on our operators, and their own save_pretrained writes them
+REFUSED: Mapping[str, str] = MappingProxyType(
+    {
+        "diffusion_gemma_text": "its encoder and its decoder share their experts",
+        "dots3_note_text": "the tower for its images has experts too, by another router",
+        "ernie4_5_vl_moe_text": "each layer has two gates and two sets of experts, for text and for images",
+        "inkling_text": "its router weighs the shared experts together with the chosen ones",
+        "longcat_flash": "some of its experts compute nothing",
+        "muse_spark_text": "a norm follows each of its experts",
+        "openai_privacy_filter": "its router divides the weights by top_k, and it labels tokens",
+        "phimoe": "its router is SparseMixer, which masks the logits anew for each choice",
+        "zaya": "its router is an MLP with a state that passes from layer to layer, and a choice of no expert",
+    }
+)
+# Those of REFUSED whose experts are outside of Transformers' experts interface: use() warns, and they stay eager
+NOT_USED = ("longcat_flash",)
 # How files name and shape the tensors; "fused": the default of Layout, which most modules of Transformers have
 LAYOUTS: Mapping[str, Layout] = MappingProxyType(
     {"fused": Layout(), **{name: family.files for name, family in FAMILIES.items()}}
