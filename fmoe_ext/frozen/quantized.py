@@ -169,7 +169,8 @@ def quantize(weight: torch.Tensor, format: str, importance: torch.Tensor | None 
         )
     # plain rounding, or scales by an importance
     values = weight.detach().float()
-    if values.numel() and not torch.stack(values.aminmax()).isfinite().all():
+    # a meta tensor has no values: writers ask for the shapes of the result
+    if values.numel() and not values.is_meta and not torch.stack(values.aminmax()).isfinite().all():
         raise ValueError("weight must be finite, but it has infinities or NaN")
     if importance is None:
         return Quantized(format, *kind.pack(values))

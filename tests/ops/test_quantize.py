@@ -77,6 +77,7 @@ def test_values_that_a_format_does_not_hold_are_refused(name):
         weight[0, 1, 7] = value
         with pytest.raises(ValueError, match="weight must be finite"):
             quantize(weight, name)
+    assert quantize(torch.empty(1, 2, 256, device="meta"), name).shape == (1, 2, 256)
     weight = normal(1, 2, 256) * 1e12
     if name in ("q8_0", "q4_0", "q4_k", "q5_k", "q6_k", "iq4_nl", "iq4_xs"):
         with pytest.raises(

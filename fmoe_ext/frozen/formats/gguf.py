@@ -307,7 +307,7 @@ def _half(data: torch.Tensor) -> torch.Tensor:
 def _bytes_of_half(values: torch.Tensor) -> torch.Tensor:
     """Write [...] as float16 -> uint8 [..., 2]; ValueError for scales that float16 does not hold."""
     halves = values.half()
-    if not halves.isfinite().all():
+    if not halves.is_meta and not halves.isfinite().all():
         raise ValueError(
             f"the scale of a block is {values.abs().max().item():.3g}, and GGUF's formats keep scales in float16, up "
             "to 65504: the weight's values are too large for them"
