@@ -149,7 +149,9 @@ class _Open:
     def __init__(self) -> None:
         # all are set here: a compiled graph that first sets an attribute is compiled again at its second call
         self.num_blocks = 0
-        # thread: the one that entered the block, 0 for a block inside the graph
+        # thread: the one that entered the block; a tensor with its number for a block that a graph entered
+        self.batch: Batch
+        self.thread: int | torch.Tensor
         self.batch, self.thread = _nothing
         self.blocks: list[_Block] = []  # open ones; they end in any order
 
@@ -161,13 +163,13 @@ class _Block:
     batch: Batch
     thread: int
     token: Token[Batch]  # to reset _batch by
-    before: tuple[Batch, int]  # what graphs saw until this block was entered
+    before: tuple[Batch, int | torch.Tensor]  # what graphs saw until this block was entered
 
 
-_nothing = Batch(), 0
+_nothing: tuple[Batch, int | torch.Tensor] = Batch(), 0
 _open = _Open()
 _lock = threading.Lock()  # guards _open
-Outer: TypeAlias = "_Block | tuple[Batch, int]"
+Outer: TypeAlias = "_Block | tuple[Batch, int | torch.Tensor]"
 
 
 def is_inside_a_block() -> bool:
@@ -177,11 +179,13 @@ def is_inside_a_block() -> bool:
 
 def current_batch() -> Batch:
     """Return the facts of the blocks around this call."""
-    if not torch.compiler.is_compiling():
-        return _batch.get()
-    # In a graph: those of _open, checked at each run to be of the thread that runs it.
     batch, thread = _open.batch, _open.thread
-    if thread == 0:
+    if not torch.compiler.is_compiling():
+        # past torch's recompile_limit a graph may have entered a block around a layer that runs without one
+        is_of_graph = isinstance(thread, torch.Tensor) and int(thread) == threading.get_ident()
+        return batch if is_of_graph else _batch.get()
+    # In a graph: those of _open, checked at each run to be of the thread that runs it.
+    if isinstance(thread, torch.Tensor) or thread == 0:
         return batch
     rows, sequences, ids = (
         None if x is None else _of_this_thread(x, thread) for x in (batch.rows, batch.sequences, batch.ids)
@@ -205,12 +209,24 @@ def _(x: torch.Tensor, thread: int) -> torch.Tensor:
     return torch.empty_like(x)
 
 
+@torch.library.custom_op("fmoe_ext::thread_of", mutates_args=())
+def _thread_of(x: torch.Tensor) -> torch.Tensor:
+    """Return the number of the thread that runs a graph. x: any tensor; of none, a graph would keep the number."""
+    return torch.tensor(threading.get_ident(), device="cpu")
+
+
+@_thread_of.register_fake
+def _(x: torch.Tensor) -> torch.Tensor:
+    return torch.empty((), dtype=torch.int64, device="cpu")
+
+
 def enter(batch: Batch) -> Outer:
     """Make current_batch() this one -> what leave() needs."""
     # inside a graph blocks end in order, so that the state before is enough
     if torch.compiler.is_compiling():
         outer = _open.batch, _open.thread
-        _open.batch, _open.thread = batch, 0
+        fact = next((x for x in (batch.rows, batch.sequences, batch.ids) if x is not None), None)
+        _open.batch, _open.thread = batch, 0 if fact is None else _thread_of(fact)
         _open.num_blocks += 1
         return outer
     with _lock:
@@ -234,7 +250,8 @@ def leave(outer: Outer) -> None:
         if was_last:
             batch, thread = outer.before
             # the block before may have ended meanwhile; then graphs see the last one that is open
-            if thread and not any(block.batch is batch for block in _open.blocks):
+            is_of_block = isinstance(thread, int) and thread != 0
+            if is_of_block and not any(block.batch is batch for block in _open.blocks):
                 last = _open.blocks[-1] if _open.blocks else None
                 batch, thread = _nothing if last is None else (last.batch, last.thread)
             _open.batch, _open.thread = batch, thread

@@ -10,10 +10,10 @@ On the CPU one operator computes a chunk of rows through both layers (csrc/froze
 composed_backward() below do, by grouped_gemm. Experts of Transformers' models call frozen_mlp() where they are packed
 or have adapters (huggingface/experts.py), FMoE's where lora.fuse() gave them adapters.
 
-frozen_mlp_borrowing() is for streamed experts (finetune/streaming/experts.py). Where a layer is larger than its buffers,
-it is computed in parts, and a later part is read over an earlier one. A weight that autograd saved would have to stay
-until the backward, and with it the buffer. So _Rows saves rows, adapters and what the operator keeps, and asks for the
-weights again in the backward.
+frozen_mlp_borrowing() is for streamed experts (finetune/streaming/experts.py). Where a layer is larger than its
+buffers, it is computed in parts, and a later part is read over an earlier one. A weight that autograd saved would have
+to stay until the backward, and with it the buffer. So _Rows saves rows, adapters and what the operator keeps, and asks
+for the weights again in the backward.
 
 Names: b1 and b2 are biases of w1 and w2, (a1, lb1) and (a2, lb2) the matrices of their adapters.
 """

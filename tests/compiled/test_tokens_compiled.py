@@ -8,7 +8,7 @@ import torch
 
 from fmoe_ext import FMoETransformerMLP, HashGate, SoftmaxGate, valid_tokens
 from fmoe_ext.gates import total_loss
-from fmoe_ext.tokens import packed_sequences, token_ids
+from fmoe_ext.tokens import Batch, enter, leave, packed_sequences, token_ids, with_valid
 
 T, D = 8, 6
 SEQUENCE = partial(SoftmaxGate, balance_loss="sequence", seq_len=4)
@@ -93,3 +93,20 @@ def test_block_of_another_thread_is_refused():
         thread.start()
         thread.join()
     assert len(errors) == 1 and "another thread is inside valid_tokens()" in errors[0]
+
+
+def test_block_that_a_graph_has_entered_reaches_a_layer_without_one():
+    """As past torch's recompile_limit: hooks in graphs, layers not. Their padding reached gates and experts."""
+    layer, x, open_blocks, elsewhere = make(), torch.randn(T, D, dtype=torch.float64), [], []
+    compiled(lambda mask: open_blocks.append(enter(with_valid(Batch(), mask))))(MASKS[0])
+    try:
+        inside_block = layer(x)
+        thread = threading.Thread(target=lambda: elsewhere.append(layer(x)))  # has no block
+        thread.start()
+        thread.join()
+        with valid_tokens(MASKS[2]):
+            inside_another = layer(x)
+    finally:
+        compiled(lambda: leave(open_blocks.pop()))()
+    assert inside_block.equal(layer(x, valid=MASKS[0])) and inside_another.equal(layer(x, valid=MASKS[2]))
+    assert elsewhere[0].equal(layer(x))
