@@ -268,6 +268,9 @@ def test_gguf_of_a_bfloat16_model(tmp_path):
     with pytest.raises(CheckpointError, match="n_group=4 has no place in GGUF's deepseek2"):
         model = fmoe_ext.import_model(make("deepseek_v2", **MODELS["deepseek_v2"]))
         fmoe_ext.export(model, tmp_path / "out", "gguf")
+    with pytest.raises(CheckpointError, match=r"moe_norm_min=0\.5 has no place in GGUF's ernie4_5-moe"):
+        values = {**MODELS["ernie4_5_moe"], "moe_norm_min": 0.5}
+        fmoe_ext.export(fmoe_ext.import_model(make("ernie4_5_moe", **values)), tmp_path / "out", "gguf")
     grouped = {**MODELS["olmoe"], "clip_qkv": None, "num_key_value_heads": 2}
     with pytest.raises(CheckpointError, match="num_key_value_heads=2 has no place in GGUF's olmoe"):
         fmoe_ext.export(fmoe_ext.import_model(make("olmoe", **grouped)), tmp_path / "out", "gguf")

@@ -1,6 +1,7 @@
-"""Architectures that are described by data alone; architecture.py explains the fields. Others have a file each."""
+"""Architectures that data describe, all but one check; architecture.py explains the fields. Others have a file each."""
 
 from types import MappingProxyType
+from typing import Any
 
 from fmoe_ext.gguf.architecture import Architecture, FixedRouter
 
@@ -42,6 +43,11 @@ class Ernie45Moe(Architecture):
         }
     )
     defaults = MappingProxyType({"moe_layer_interval": 1, "moe_num_shared_experts": 0})
+
+    def refused(self, config: Any) -> dict[str, bool]:
+        # the K largest of E probabilities sum to K / E at least: a lower bound on the sum changes nothing
+        is_felt = (config.moe_norm_min or 0) > config.moe_k / config.moe_num_experts
+        return {"moe_norm_min": is_felt, **super().refused(config)}
 
 
 class HunyuanMoe(Architecture):
