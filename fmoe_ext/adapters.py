@@ -91,7 +91,7 @@ def given(module: nn.Module, name: str, adapter: Lora) -> Iterator[None]:
             )
     finally:
         left.pop(name, None)
-        if not is_traced and not left:  # an outer block of this thread may have ended before, by an error
+        if not is_traced and not left:  # no adapter of this thread waits any more
             with _lock:
                 waiting = module.__dict__.get(_WAITING, {})
                 waiting.pop(threading.get_ident(), None)

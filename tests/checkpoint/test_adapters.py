@@ -145,7 +145,9 @@ def test_servers_that_read_no_patterns(pattern, to, tmp_path):
         ),
         **pattern,
     )
-    with pytest.raises(CheckpointError, match=rf"{to} has one rank .*'model\.layers\.0\.self_attn\.q_proj'"):
+    with pytest.raises(
+        CheckpointError, match=rf"{to} has one rank .* of model\.layers\.0\.self_attn\.q_proj"
+    ):
         convert(read_adapter(tmp_path / "adapter"), to, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 

@@ -342,15 +342,14 @@ def _config(
     if layout.one_rank:
         expected = config["r"], config["lora_alpha"]
         if differing := {name: found for name, found in ranks.items() if found != {expected}}:
+            first = ", ".join(f"{sorted(found)} of {name}" for name, found in [*differing.items()][:3])
             raise CheckpointError(
-                f"{to} has one rank and one lora_alpha for all modules, here {expected}, but they are {differing}: "
-                "use per-expert if gate and up have factors of their own; else merge the adapter, since vLLM and "
-                "SGLang do not read rank_pattern and alpha_pattern"
+                f"{to} has one rank and one lora_alpha for all modules, here {expected}, but {len(differing)} have "
+                f"others, {first}: use per-expert if gate and up have factors of their own; else merge, since "
+                "vLLM and SGLang do not read rank_pattern and alpha_pattern"
             )
-        config |= {
-            "rank_pattern": {},
-            "alpha_pattern": {},
-        }  # of modules that are not adapted; SGLang refuses them
+        # what is left are patterns of modules that are not adapted, which SGLang refuses, too
+        config |= {"rank_pattern": {}, "alpha_pattern": {}}
         if to == "sglang" and is_rslora:  # which SGLang does not read: it divides by r
             config |= {"use_rslora": False, "lora_alpha": config["lora_alpha"] * config["r"] ** 0.5}
         return config
