@@ -77,13 +77,20 @@ class RoutingReplay:
     @contextmanager
     def play(self) -> Iterator[RoutingReplay]:
         """Give the recorded choices to every forward inside the block."""
-        missing = [name for name in self.views if not self.choices.get(name)]
-        if missing:
-            raise RuntimeError(f"nothing was recorded for the gates {', '.join(map(repr, missing))}")
+        self.check_recorded()
         for name, view in self.views.items():
             _check(name, view, self.choices[name], self.choices[name] is self._recorded.get(name))
         with self._tapes(lambda name: _Player(self.choices[name], self.views[name].module)):
             yield self
+
+    def check_recorded(self) -> None:
+        """Raise RuntimeError for gates without choices, as those of heads that ran in no recorded forward."""
+        missing = [name for name in self.views if not self.choices.get(name)]
+        if missing:
+            raise RuntimeError(
+                f"nothing was recorded for the gates {', '.join(map(repr, missing))}: record a forward in which they "
+                "run, or make the RoutingReplay of a part of the model without them"
+            )
 
     def remove(self) -> None:
         """Remove the hooks of other libraries' routers; a forward that a later backward repeats chooses anew then."""

@@ -32,7 +32,7 @@ def routed_experts(
     valid [B, S]: bool or 0 / 1, 0 for padding, whose rows are left out; None for one sequence of all tokens. The replay
     may have recorded all tokens or, under valid_tokens(), the real ones. sequence_first: the model's tokens were
     [S, B], as Megatron's are. forward: the number of the recorded forward. Raises ValueError for gates or sizes that
-    do not fit.
+    do not fit, RuntimeError for gates of which nothing was recorded.
     Equivalent to: torch.stack([choices[name][forward].kept for name in choices], 1)[rows of the sequence].
 
     Example:
@@ -44,6 +44,7 @@ def routed_experts(
         >>> [choices.shape for choices in routed_experts(replay, valid=torch.tensor([[1, 1, 1], [1, 1, 0]]))]
         [torch.Size([3, 1, 2]), torch.Size([2, 1, 2])]
     """
+    replay.check_recorded()
     # [tokens, layers, K], and then the rows of each sequence
     kept = [replay.choices[name][forward].kept for name in replay.views]
     if any(part.shape != kept[0].shape for part in kept):

@@ -13,7 +13,7 @@ import copy
 import functools
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -44,7 +44,7 @@ def from_pretrained(
     *,
     gate: Any = None,
     activation: Any = None,
-    dtype: torch.dtype | None = None,
+    dtype: torch.dtype | Literal["auto"] | None = None,
     **moe_kwargs: Any,
 ) -> nn.Module:
     """Load the fmoefied model that model.save_pretrained(folder) saved -> the same model, in eval().
@@ -52,7 +52,7 @@ def from_pretrained(
     folder: with config.json and model.safetensors or its parts, or its name in the hub's cache. gate, activation,
     moe_kwargs: what fmoefy was given and a file cannot hold (your own gate or activation); an error says which is
     missing.
-    dtype: None takes each tensor's own in the files, so that the model has the same bits.
+    dtype: None or "auto" takes each tensor's own in the files, so that the model has the same bits.
     Raises ValueError for a folder of another kind, and for tensors that do not fit the model; CheckpointError for
     damaged JSON, for an entry that fmoefy did not write, for sizes that the files are too small for, and for files and
     links outside the folder.
@@ -72,6 +72,10 @@ def from_pretrained(
     transformers = require("transformers", "from_pretrained()")
     from safetensors.torch import load_file
 
+    if dtype == "auto":  # Transformers' name for it
+        dtype = None
+    if not isinstance(dtype, torch.dtype | None):
+        raise TypeError(f"dtype must be a torch.dtype, None or 'auto', but is {dtype!r}")
     parallel = moe_kwargs.keys() & {"moe_group", "world_size"}
     if parallel:
         raise ValueError(

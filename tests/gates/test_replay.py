@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from fmoe_ext import FMoETransformerMLP
-from fmoe_ext.balance import Choices, RoutingReplay, load_routed_experts
+from fmoe_ext.balance import Choices, RoutingReplay, load_routed_experts, routed_experts
 from fmoe_ext.gates import (
     GATES,
     ExpertChoiceGate,
@@ -147,6 +147,12 @@ def test_rejects():
     replay = RoutingReplay(gate)
     with pytest.raises(RuntimeError, match="nothing was recorded for the gates ''"), replay.play():
         pass
+    with replay.record():
+        pass  # the gate runs in no forward, as heads for further tokens in generation
+    with pytest.raises(
+        RuntimeError, match="nothing was recorded for the gates '': record a forward in which"
+    ):
+        routed_experts(replay)
     with replay.record():
         gate(tokens())
     with replay.play(), pytest.raises(ValueError, match="choices are for 16 tokens, but there are 5"):

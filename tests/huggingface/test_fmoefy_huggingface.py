@@ -228,6 +228,9 @@ def test_round_trip_keeps_dtype_generation_and_ties(tmp_path):
     assert again.lm_head.weight is again.transformer.wte.weight
     assert torch.equal(logits(again), logits(moe))
     assert from_pretrained(tmp_path, dtype=torch.float64).dtype == torch.float64
+    assert from_pretrained(tmp_path, dtype="auto").dtype == torch.bfloat16
+    with pytest.raises(TypeError, match=r"dtype must be a torch\.dtype, None or 'auto', but is 'float32'"):
+        from_pretrained(tmp_path, dtype="float32")
 
 
 class OwnGate(gates.NaiveGate):
