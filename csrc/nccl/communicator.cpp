@@ -256,7 +256,7 @@ PYBIND11_MODULE(_C_nccl, m) {
       .def("async_error", &Communicator::async_error, unlocked)
       .def("abort", &Communicator::abort, unlocked)
       .def("destroy", &Communicator::destroy, unlocked)
-      .def_property_readonly("is_open", &Communicator::is_open)
+      .def_property_readonly("is_open", py::cpp_function(&Communicator::is_open, unlocked))
       .def_property_readonly("rank", &Communicator::rank)
       .def_property_readonly("size", &Communicator::size);
 }

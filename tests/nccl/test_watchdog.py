@@ -169,6 +169,30 @@ fake.fake_slow_queries(0)
     assert said[0] == "True"
 
 
+def test_is_open_does_not_hold_the_gil_while_it_waits(folder):
+    """An exchange holds the lock that is_open takes; the Python thread that ends it goes on meanwhile."""
+    said = run(
+        folder,
+        """
+import sys, threading
+communicator = new(3.0)
+fake.fake_in_progress(2**31 - 1)
+exchanging = threading.Thread(target=lambda: print(error_of(lambda: exchange(communicator))))
+asked = threading.Event()
+ending = threading.Thread(target=lambda: (asked.wait(), fake.fake_in_progress(0)))
+exchanging.start()
+ending.start()
+until(lambda: fake.fake_groups() == 1)  # the exchange has the lock
+sys.setswitchinterval(1000)  # this thread keeps the GIL unless is_open gives it away
+asked.set()
+print(communicator.is_open)
+exchanging.join()
+ending.join()
+""",
+    )
+    assert sorted(said) == ["None", "True"]
+
+
 def test_exchanges_that_end_are_let_be(folder):
     assert run(
         folder,

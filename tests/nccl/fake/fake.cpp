@@ -34,8 +34,8 @@ int fake_aborts() { return aborts; }
 int fake_max_blocks() { return max_blocks; }
 int fake_groups() { return groups; }
 int fake_messages() { return messages; }
-// From now on the end of a group is known when it was asked for so often.
-void fake_in_progress(int times) { polls = times; }
+// From now on the end of a group is known when it was asked for so often; 0 ends one that is under way.
+void fake_in_progress(int times) { polls = times, polls_left = 0; }
 int fake_sleeps() { return sleeps; }
 // The module under test is linked with --wrap=nanosleep: its sleeps come here.
 int __wrap_nanosleep(const timespec* asked, timespec* left) { return ++sleeps, nanosleep(asked, left); }
