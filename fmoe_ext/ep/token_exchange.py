@@ -1,19 +1,23 @@
 """Send a token once to each rank, or each node, that has experts of it: exchange="token" and exchange="node".
 
-The phases are those of schedule.Exchange; what a row is differs.
+The phases of both are those of schedule.Exchange.
 
-exchange="token", a deduplicated dispatch as DeepEP and its followers call it: the numbers of the experts and the
-weights of all choices go with the token, and its results are summed where it was sent. With chunks a token goes once to
-each chunk of a rank. Such a chunk is a way: the choices of a token that go one way share a row, which stands where the
-first of them would. With 2 experts a rank, one chunk:
+exchange="token", a deduplicated dispatch as DeepEP and its followers call it: a row is a token, with the expert numbers
+and weights of all its choices, and its results are summed where it was sent. A way is one chunk of one rank, and a
+token goes once each way. Its choices of one way share a row, at the place of the first. With 2 experts a rank, one
+chunk:
 
     token chose experts 0, 3, 1    ways 0, 1, 0    2 rows: to rank 0 for [0, -1, 1], to rank 1 for [-1, 1, -1]
 
-exchange="node": a token arrives on the rank that has its own rank's place on the other node, so that each network card
-carries the tokens of one rank; inside the node it goes on as with "token". Results are summed on the experts' ranks,
-then on that rank, then at home. With 2 nodes of 2 ranks, a token of rank 0 for experts on ranks 2 and 3:
+exchange="node": a token arrives on the rank with the same place in its node as the rank that it came from, so that each
+network card carries the tokens of one rank; inside the node it goes on as with "token". With 2 nodes of 2 ranks, a
+token of rank 0 for experts on ranks 2 and 3:
 
     rank 0 --network--> rank 2 (its place on node 1) --inside--> ranks 2 and 3
+
+Results are summed on the experts' ranks, then on the rank where the token entered the node, then at home. Both steps
+are TokenExchanges. The first treats a node as one rank that has all experts of the node, and sends everything in one
+chunk: with more, a token would cross the network once for each. The second is cut into chunks as usual.
 
 Letters of shapes: T tokens, K choices of a token, E experts, R rows to send, one for each token and way it goes, N rows
 that come.
@@ -30,13 +34,14 @@ import torch
 from fmoe_ext import ops
 from fmoe_ext.ep.placement import constant
 from fmoe_ext.ep.schedule import Exchange
+from fmoe_ext.ep.traced import in_turn
 from fmoe_ext.ops.exchange_rows import experts_of_rows, token_ways
 from fmoe_ext.routing import DispatchHandle, ExpertInput, sort_choices
 from fmoe_ext.tokens import Nest, leaves_of
 
 
 class TokenExchange(Exchange):
-    """An Exchange with a row for each token and chunk of a rank that the token has chosen an expert of."""
+    """An Exchange with a row for each token and each chunk of a rank in which the token has chosen an expert."""
 
     def _sort(self) -> tuple[DispatchHandle, tuple[int, ...] | None, Sequence[int]]:
         """Sort by way: one choice of a token stands for all that go the same way."""
@@ -51,7 +56,7 @@ class TokenExchange(Exchange):
         return handle, self._tables.ways_by_rank, range(1, num_chunks + 1)
 
     def _pack_choices(self, weights: torch.Tensor) -> list[torch.Tensor]:
-        """Make the local number of each choice's expert [R, K], -1 where it goes another way, and weights [R, K]."""
+        """Return for each row its token's local expert numbers [R, K], -1 for choices of another way, and weights."""
         row_idx, inverse = self._plan.row_idx, self._plan.inverse
         local_E = constant(self._tables.local_numbers, self._topk_idx.device)
         is_wide = self._placement.num_local_experts >= 2**15  # else int16, since they travel
@@ -66,11 +71,7 @@ class TokenExchange(Exchange):
 
 
 class NodeExchange(Exchange):
-    """An Exchange of two TokenExchanges, one across nodes and one inside.
-
-    The first takes a node for one rank with all experts of the node. It is not cut into chunks, for each of which a
-    token would travel once.
-    """
+    """An Exchange of two TokenExchanges, one across nodes and one inside."""
 
     def __init__(self, *args: Any):
         super().__init__(*args)
@@ -83,32 +84,34 @@ class NodeExchange(Exchange):
         )
 
     def plan(self) -> None:
-        self._across.watch = self.watch
         self._across.plan()
 
     def send(self) -> None:
         self._across.send()
+        self._rows = self._across._rows  # those under way while shadowed experts compute (shadow_input)
+        self.lap("across")  # all of this step: more chunks hide none of it
 
     def receive(self, number: int) -> ExpertInput:
         if number == 0:
             # what has come to this node goes on to the ranks of its experts
             tokens = self._across.receive(0)
+            self.lap("across")
+            topk_idx, weights = tokens.topk_idx, tokens.topk_weights
+            # on every rank the step inside follows the shadows' broadcast, and their reduction its backward
+            if self._step.is_traced and self._placement.shadows:
+                weights, topk_idx = in_turn([weights, topk_idx], leaves_of(self._shadowed)[0])
             self._inside = TokenExchange(
-                self._inside_placement,
-                self._chunk_ends,
-                tokens.x,
-                tokens.topk_idx,
-                tokens.topk_weights,
-                self._step,
+                self._inside_placement, self._chunk_ends, tokens.x, topk_idx, weights, self._step
             )
-            # its header says whether this rank has tokens of its own, not whether some pass
+            # the header must say whether this rank's own batch is empty, not whether tokens of others pass through here
             self._inside.num_tokens = self.num_tokens
+            self._inside.watch = self.watch
             self._inside.plan()
             self._inside.send()
         return self._inside.receive(number)
 
     def give_back(self, number: int, results: Nest) -> None:
-        # behind all experts: up to here a checkpoint repeats the forward
+        # After the last experts: a checkpoint repeats the forward up to here, while the gradients travel across nodes.
         if number == len(self._chunk_ends) - 1:
             self._across.keep_for_backward(0, leaves_of(results))
         self._inside.give_back(number, results)
@@ -117,4 +120,6 @@ class NodeExchange(Exchange):
         summed = self._inside.combine()
         self._structure = self._inside._structure
         self._across.give_back(0, summed)
-        return tuple(leaves_of(self._across.combine()))
+        results = tuple(leaves_of(self._across.combine()))
+        self.lap("across")
+        return results

@@ -27,7 +27,10 @@ NUM_STEPS = 4
 
 
 class Stopwatch:
-    """Times of some forwards of a layer, by part: "sort", "counts", "permute", "exchange", "compute"."""
+    """Times of some forwards of a layer, by part: "sort", "counts", "permute", "exchange", "compute".
+
+    With exchange="node" these are of the step inside nodes, and "across" is the other step.
+    """
 
     def __init__(self) -> None:
         self.steps: list[defaultdict[str, float]] = []  # seconds of each part of each forward

@@ -36,6 +36,7 @@ LAYOUTS = {
     "node": Layout(2, {"exchange": "node"}),
     "auto": Layout(2, {"exchange": "auto", "overlap_degree": "auto"}),
     "shadowed": Layout(2, shadows=(1, 2)),
+    "node, shadowed": Layout(2, {"exchange": "node"}, shadows=(1, 2)),
     "shared and latent": Layout(2, {"shared_expert_hidden": 3, "latent_size": 4}),
 }
 

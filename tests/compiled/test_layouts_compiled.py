@@ -12,7 +12,16 @@ from fmoe_ext.ep.static import check_max_rows
 from fmoe_ext.testing import DistributedError
 from tests.forked import run_python
 
-OTHERS = ("overlap", "token", "token, static", "node", "auto", "shadowed", "shared and latent")
+OTHERS = (
+    "overlap",
+    "token",
+    "token, static",
+    "node",
+    "auto",
+    "shadowed",
+    "node, shadowed",
+    "shared and latent",
+)
 
 
 @pytest.mark.slow
@@ -22,7 +31,7 @@ def test_step_is_one_graph(pool, layout, backend, tolerance):
     assert on_ranks(pool, LAYOUTS[layout], largest_difference, "naive", backend) <= tolerance
 
 
-@pytest.mark.parametrize("layout", ["token", "shadowed"])
+@pytest.mark.parametrize("layout", ["token", "shadowed", "node, shadowed"])
 def test_step_is_traced_whole(pool, layout):
     assert on_ranks(pool, LAYOUTS[layout], largest_difference, "naive", "eager", (5,)) == 0
 

@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import itertools
 import pickle
 
 import pytest
@@ -12,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from benchmarks.bench_ep import Wire
 from fmoe_ext import FMoETransformerMLP, batch_invariant, valid_tokens
 from fmoe_ext.distributed import init_groups
+from fmoe_ext.ep import tuning
 from fmoe_ext.ep.expert_parallel import ExpertParallel
 from fmoe_ext.ep.placement import find_nodes
 from fmoe_ext.ep.tuning import NUM_STEPS
@@ -68,6 +70,22 @@ def make(num_experts=8, size=1, group=None, **options):
     if size > 1:
         whole.spread(group, **options)
     return whole
+
+
+def laps():
+    """The laps of a forward's parts, by a clock that each look moves on by one."""
+    ticks = itertools.count()
+    with ranks_per_node(1), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tuning, "_now", lambda device: next(ticks))
+        layer = make(size=2, exchange="node", overlap_degree="auto")
+        layer(torch.randn(5, D, dtype=torch.float64))
+    return dict(layer.expert_parallel.tuner.watches["node"].steps[0])
+
+
+def test_times_of_both_steps_are_told_apart(pool):
+    """Chunks hide the exchange inside a node alone, with the latency of its messages."""
+    expected = {"across": 3, "sort": 1, "counts": 1, "permute": 1, "exchange": 3, "compute": 1}
+    assert pool.run(laps, world_size=2) == [expected] * 2
 
 
 def batches(size, rows=9):
