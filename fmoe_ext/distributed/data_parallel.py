@@ -1,9 +1,9 @@
 """DistributedGroupedDataParallel: data parallelism in which each parameter names the group that reduces its gradient.
 
-The name is its tag, param.dp_comm; the group is the ranks that hold copies of it. At the end of the file,
+A parameter names its group, the ranks that hold copies of it, by its tag, param.dp_comm. At the end of the file,
 fully_shard_experts() is FSDP2 for the experts of a layer.
 
-Buckets. Gradients of one tag and dtype travel together, because a message costs a latency. Buckets are filled in the
+Buckets. Gradients of one tag and dtype travel together, because each message costs a latency. Buckets are filled in the
 order in which a backward is expected to compute gradients, the last layer's first:
     layer 1   layer 2   layer 3        buckets in the order of their start
     p1 p2     p3 p4     p5 p6    ->    0: [p6 p5 p4]   1: [p3 p2 p1]
@@ -12,8 +12,8 @@ before it: so all ranks start the same reductions in the same order, whatever or
 that stay incomplete are reduced before the optimizer's step, or by allreduce_params().
 
 Absent gradients. A parameter that got no gradient on this rank counts as zero; one that no rank had a gradient for
-keeps None, which optimizers skip. To tell them apart, each message ends in one number a parameter, which is not zero
-if any rank had its gradient:
+keeps None, which optimizers skip. To tell them apart, each message ends in one number per parameter, which is not
+zero if any rank had its gradient:
     [ gradient of p6 | gradient of p5 | gradient of p4 | 1 1 0 ]
 
 Scale (expert_grads="mean"). A gradient is multiplied by n / (size of dp_group) before its mean over n ranks, because
@@ -65,7 +65,10 @@ class _Bucket:
 
     @torch.no_grad()
     def start(self, divide: bool, fp32: bool) -> None:
-        """Copy the gradients into a message and start its sum over the group; divide: by the group's size, before."""
+        """Copy the gradients into a message and start its sum over the group.
+
+        divide: divide by the group's size before the sum.
+        """
         if self.group is None:
             return
         dtype = torch.float32 if fp32 else self.params[0].dtype
@@ -76,7 +79,7 @@ class _Bucket:
             if p.grad is not None and p.grad.layout is not torch.strided:
                 raise TypeError(
                     f"the gradient of a parameter of shape {list(p.shape)} is sparse, but "
-                    "DistributedGroupedDataParallel reduces dense ones: make nn.Embedding with sparse=False"
+                    "DistributedGroupedDataParallel reduces dense ones: create nn.Embedding with sparse=False"
                 )
             if p.grad is not None:
                 grad.copy_(p.grad.flatten())
@@ -87,7 +90,7 @@ class _Bucket:
 
     @torch.no_grad()
     def finish(self, divide: bool) -> None:
-        """Wait for the sum and copy it back to the gradients; divide: by the group's size, after the sum."""
+        """Wait for the sum and copy it back to the gradients; divide: divide by the group's size after it."""
         self.missing = set(self.params)
         if self._work is None or self._flat is None:
             return
@@ -148,7 +151,7 @@ class _Tags:
             if old is None and factor is not None and factor(p, tag_of(p)) != 1:
                 raise RuntimeError(
                     f"parameter {name!r} is trained since the last forward, and its gradient has come: call the "
-                    "wrapper's forward before it comes, not that of the module inside"
+                    "wrapper's forward, not that of the module inside, before the backward"
                 )
             # tagged anew: its gradient has the scale of the old tag, or is in a message of it
             if old is not None and (
@@ -186,11 +189,12 @@ class DistributedGroupedDataParallel(nn.Module):
     auto_allreduce=True reduces gradients while backward runs, in buckets of bucket_mb, except inside no_sync(). The
     reduction ends with the last gradient; if a parameter got none, it ends with the step of the optimizer or with
     allreduce_params(), which must then be called before GradScaler.unscale_(). Otherwise call allreduce_params() after
-    backward, as in FastMoE. A parameter without gradient on this rank counts as zero here.
+    backward, as in FastMoE. A parameter without gradient on this rank counts as zero.
 
     broadcast_buffers=True sends the first rank's buffers to the others before the first forward in training after each
     reduction; what gates count in the microbatches of a step stays each rank's.
-    share_overflow=True makes a non-finite gradient of one rank's experts seen by every rank's GradScaler.
+    share_overflow=True makes a non-finite gradient of one rank's experts seen by every rank's GradScaler: by all ranks
+    that the groups of the parameters' tags reach from it.
 
     Example:
 
@@ -319,7 +323,8 @@ class DistributedGroupedDataParallel(nn.Module):
         self._reduction_due = self._accumulates = False
         if not self.share_overflow:
             return
-        # Experts' gradients are not reduced over all ranks: tell all of them whether any rank's is not finite.
+        # Experts' gradients are not reduced over all ranks, and those of shards not here: tell all of them whether any
+        # rank's is not finite. With slices dp is not all ranks; dp and then the experts' group reach them (groups.py).
         grads = [p.grad for p in self.module.parameters() if p.grad is not None]
         grads = [grad.to_local() if is_dtensor(grad) else grad for grad in grads]
         grads = [grad for grad in grads if grad.numel() > 0]
@@ -328,7 +333,9 @@ class DistributedGroupedDataParallel(nn.Module):
             poison = torch.zeros((), dtype=torch.float32, device=device_of(self.module))
             for grad in grads:
                 poison += grad.sum(dtype=torch.promote_types(grad.dtype, torch.float32)) * 0
-            dist.all_reduce(poison, group=self.groups["dp"])
+            tags = {"dp", *map(tag_of, self.module.parameters())}
+            for group in dict.fromkeys(group for tag, group in self.groups.items() if tag in tags):
+                dist.all_reduce(poison, group=group)
             # into each gradient, since each optimizer's GradScaler looks only at the gradients of that optimizer
             for grad in grads:
                 grad[(0,) * grad.dim()].add_(poison)
@@ -465,7 +472,7 @@ def fully_shard_experts(layer: FMoE, mesh: DeviceMesh, **options: Any) -> None:
     ['DTensor', 'DTensor', 'DTensor', 'DTensor']
     >>> torch.distributed.destroy_process_group()
     """
-    from torch.distributed.fsdp import fully_shard  # which takes a second
+    from torch.distributed.fsdp import fully_shard  # slow to import: about a second
 
     if mesh.ndim != 1:
         raise ValueError(

@@ -52,11 +52,11 @@ def local_values(module):
     return [(p.to_local() if isinstance(p, DTensor) else p).detach().clone() for p in module.parameters()]
 
 
-def overflow_in_a_shard():
-    """One rank's shard of its experts overflows: ranks with other experts skip the step too."""
-    groups = init_groups(ep=2)
+def overflow_in_a_shard(slice):
+    """One rank's shard of its experts overflows: ranks with other experts, or in another slice, skip the step too."""
+    groups = init_groups(ep=2, slice=slice)
     torch.manual_seed(0)
-    layout = dict(world_size=2, moe_group=groups.ep, expert_dp_comm="moe")
+    layout = dict(world_size=2, moe_group=groups.ep, slice_group=groups.slice, expert_dp_comm="moe")
     mlp = FMoETransformerMLP(2, 8, 16, gate="softmax", **layout).double()
     fully_shard_experts(mlp, DeviceMesh.from_group(groups.experts, "cpu"))
     model = DistributedGroupedDataParallel(mlp, share_overflow=True, **groups.data_parallel_kwargs())
@@ -93,5 +93,6 @@ def test_gradients_whose_sum_overflows_are_finite(pool):
     assert pool.run(large_halves, world_size=2) == [[30000.0]] * 2
 
 
-def test_overflow_of_sharded_experts_is_shared(pool):
-    assert pool.run(overflow_in_a_shard) == [(2.0, True)] * 4
+@pytest.mark.parametrize("slice", [1, 2])
+def test_overflow_of_sharded_experts_is_shared(pool, slice):
+    assert pool.run(overflow_in_a_shard, slice) == [(2.0, True)] * 4
