@@ -1,5 +1,5 @@
-// Work sharing of all CPU operators, on torch's own thread pool: for_each_job(). Results must not depend on
-// the number of threads.
+// How all CPU operators share work among threads, of torch's own pool: for_each_job(). Results must not
+// depend on the number of threads.
 #pragma once
 
 #include <algorithm>
@@ -18,8 +18,9 @@ namespace fmoe_ext {
 inline int64_t num_threads() { return torch::stable::get_num_threads(); }
 
 // Calls body(job), or body(job, worker), once for each job in [0, num_jobs); threads take the next job as
-// they become free. worker tells those apart that run at the same time: it is below num_threads() and
-// num_jobs. An exception leaves the region as itself: the one of the lowest job that threw.
+// they become free. Jobs that run at the same time have different workers, all below num_threads() and
+// num_jobs. If jobs throw, the exception of the lowest one is rethrown here; with several threads the other
+// jobs run nevertheless.
 template <class Body>
 void for_each_job(int64_t num_jobs, const Body& body_) {
   const auto body = [&](int64_t job, int64_t worker) {

@@ -1,6 +1,7 @@
 // sort_tokens on the CPU, topk_idx [T, K] -> the fields of Sorted: a stable counting sort of the choices by
-// expert, dropped ones (-1) left out. Histograms by chunk, one scan over (expert, chunk), then
-// each chunk places its choices from its own cursors. No order depends on the number of threads.
+// expert, dropped ones (-1) left out; numbers outside [-1, E) raise. Histograms by chunk, one scan over
+// (expert, chunk), then each chunk places its choices from its own cursors. No order depends on the number of
+// threads.
 
 #include <torch/csrc/stable/library.h>
 

@@ -1,5 +1,6 @@
-// What the operators on topk_idx share (count_tokens, sort_tokens, apply_capacity, exchange_rows,
-// _choose_experts): its checks, and on the CPU its histograms by chunk of tokens.
+// What the operators on topk_idx share (count_tokens, sort_tokens, apply_capacity, drop_choices, _token_ways,
+// _experts_of_rows): its checks; and on the CPU, for them and _choose_experts, one histogram for each chunk
+// of tokens.
 #pragma once
 
 #include <algorithm>
@@ -10,8 +11,8 @@
 
 namespace fmoe_ext {
 
-// For every device. Values are not checked here: the CPU raises for those out of range, CUDA takes them for
-// -1.
+// For every device. Values are not checked here: the CPU raises for those out of range, CUDA treats them as
+// -1 (dropped).
 inline void check_topk_idx(const Tensor& topk_idx, int64_t num_experts) {
   check_index_dtype(topk_idx, "topk_idx");
   check_dim(topk_idx, 2, "topk_idx", "[T, K]");
@@ -34,6 +35,7 @@ inline void check_apply_capacity(const Tensor& topk_idx, const Tensor& capacity)
                   " is ", e);
 }
 
+// Calls body with the address of a contiguous idx, as int64 or int32.
 template <class Body>
 void dispatch_index(const Tensor& idx, const Body& body) {
   if (idx.scalar_type() == ScalarType::Long)
@@ -44,7 +46,7 @@ void dispatch_index(const Tensor& idx, const Body& body) {
 
 // The tokens of topk_idx [T, K] cut into chunks whose bounds depend on sizes only, never on the number of
 // threads. A chunk, but for the last, is at least as long as its histogram, so that all histograms but one
-// are together no larger than topk_idx.
+// are together no larger than topk_idx. histogram_size: of a chunk, as count_chunks() makes it.
 struct TokenChunks {
   static constexpr int64_t kMinChoices = 1 << 15;
 

@@ -1,5 +1,5 @@
-// The operator count_tokens, for ops_cuda.cpp: counts the choices of each expert, in counts that are zero on
-// entry; numbers outside [0, E) are skipped. A block counts in shared memory, if all experts fit, and adds
+// The operator count_tokens, for ops_cuda.cpp: counts the choices of each expert in tokens_per_expert, zero
+// on entry; numbers outside [0, E) are skipped. A block counts in shared memory, if all experts fit, and adds
 // that to the counts at its end. Integer atomics: the order of the additions does not show in the result.
 #include "common.cuh"
 
@@ -7,7 +7,7 @@ namespace fmoe_ext {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kPerThread = 16;  // choices of a thread: fewer blocks, so fewer histograms to add up
+constexpr int kPerThread = 16;  // choices per thread, about: few blocks, so few histograms to add up
 constexpr int kMaxSharedExperts = kStaticSharedBytes / sizeof(int);
 
 template <typename index_t>

@@ -1,5 +1,5 @@
 // grouped_gemm, expert_mlp and _decode_packed on CUDA tensors: checks, allocation, and the order of the
-// products of products.h. Which kernels compute those is decided in select.h.
+// products of products.h, which names the kernels (ours, or torch's grouped_mm) that compute them.
 #include <tuple>
 #include <vector>
 
@@ -130,11 +130,11 @@ std::tuple<Tensor, Tensor> expert_mlp_cuda(Tensor x, Tensor row_idx, Tensor inve
 
 using Gradients = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The products of expert_mlp's backward in its two halves: dh and scaled_a are all that the second reads of
-// the first.
+// The products of expert_mlp's backward, in two halves: inputs() and weights(). The second half reads only dh
+// and scaled_a of the first.
 class Backward {
  public:
-  // rows: h for both halves and for the first, dh for the second.
+  // rows: h, or dh where only weights() is called.
   Backward(const ExpertMlp& mlp, const Tensor& grad_y, const Tensor& rows, bool combine,
            const ExpertMlpNeeds& needs, const OnDeviceOf& device)
       : mlp_(mlp),

@@ -1,4 +1,4 @@
-// The switches of select.h as operators, by which gpu/kernels.py chooses kernels in every process;
+// The switches of select.h as operators, with which gpu/kernels.py turns kernels on and off in every process;
 // `python -m fmoe_ext.gpu` and the tests call them too. They touch no GPU.
 #include <string>
 #include <vector>
@@ -16,11 +16,11 @@ std::vector<std::string> gpu_kernels() {
 }
 
 #ifndef FMOE_KERNEL_SOURCES
-#define FMOE_KERNEL_SOURCES  // setup.py gives "file:digest/file:digest" of sources_digest.py
+#define FMOE_KERNEL_SOURCES  // by setup.py: "file:digest/..." (sources_digest.py); else "unknown"
 #endif
 #define FMOE_TEXT(x) #x
 #define FMOE_TEXT_OF(x) FMOE_TEXT(x)
-// Digests of what the portable kernels were built from, then of each entry.
+// Digests of the sources of the portable kernels first, then of each entry's.
 std::vector<std::string> gpu_kernel_sources() {
   const std::string all = FMOE_TEXT_OF(FMOE_KERNEL_SOURCES);
   const auto digest_of = [&](const std::string& file) -> std::string {
@@ -84,12 +84,12 @@ void set_gpu_sm_margin(int64_t sms) {
 // FMOE_CUDA_NAMESPACE: fmoe_ext, or the emulator's
 STABLE_TORCH_LIBRARY_FRAGMENT(FMOE_CUDA_NAMESPACE, m) {
   m.def("_gpu_kernels() -> str[]");                 // names of the entries of select.h, in its order
-  m.def("_gpu_kernel_sources() -> str[]");          // of the portable kernels, then of each entry
+  m.def("_gpu_kernel_sources() -> str[]");          // source digests: portable kernels, then each entry
   m.def("_set_gpu_kernels(str[] names) -> ()");     // these on, all others off, on every device
   m.def("_gpu_kernel_runs() -> int[]");             // how often each has been chosen by this process
   m.def("_gpu_torch_classes() -> str[]");           // "product/numbers/rows": what torch's grouped_mm may win
-  m.def("_set_gpu_torch_wins(str[] names) -> ()");  // torch's computes these, and no others
-  m.def("_gpu_torch_runs() -> int[]");              // how often torch's computed each of kTorchProducts
+  m.def("_set_gpu_torch_wins(str[] names) -> ()");  // torch's grouped_mm computes these only
+  m.def("_gpu_torch_runs() -> int[]");              // how often torch computed each of kTorchProducts
   m.def("_set_gpu_sm_margin(int sms) -> ()");       // SMs that the Hopper kernels leave to NCCL's
 }
 STABLE_TORCH_LIBRARY_IMPL(FMOE_CUDA_NAMESPACE, CompositeExplicitAutograd, m) {

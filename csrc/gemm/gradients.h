@@ -10,7 +10,8 @@
 namespace fmoe_ext::gemm {
 
 // Columns [column, column + n) of a block of rows, operands or storage, as panels of `lanes` lanes over
-// k = rows, in the memory of the thread.
+// k = rows, in the memory of the thread: a thread may have one OwnPanels at a time, and no other ThreadBuffer
+// beside it.
 class OwnPanels {
  public:
   template <class Role>
@@ -33,7 +34,7 @@ class OwnPanels {
   const Panels panels;
 };
 
-// The columns of some tensor, for the rows of each segment of a chunk, as panels over k = rows that all jobs
+// All columns of a tensor, for the rows of each segment of a chunk, as panels over k = rows that all jobs
 // share.
 class SharedPanels {
  public:
@@ -84,9 +85,9 @@ class SharedPanels {
   const Segment* first_ = nullptr;
 };
 
-// The gradient of one parameter [E, rows, columns]: an expert whole in one chunk is stored at once; one that
-// is cut is summed over its segments and rounded after the last. Or all is added to a main gradient, of the
-// type of sums.
+// The gradient of one parameter [E, rows, columns]. An expert that lies whole in one chunk is stored at once;
+// the sums of one that is cut are kept over its segments and rounded after the last. With accumulate_into(),
+// all is added to a main gradient in the type of the sums instead.
 class ExpertGradient {
  public:
   ExpertGradient(const Kernels& kernels, const std::vector<int64_t>& bounds, int64_t rows, int64_t columns)
@@ -155,8 +156,8 @@ class ExpertGradient {
   std::vector<char> sums_;
 };
 
-// The gradient of a bias [E, columns]: sums over rows, in row order; those of blocks of rows are added in
-// double.
+// The gradient of a bias [E, columns]: rows are summed in blocks, in row order (sum_over_rows), and the
+// blocks' sums are added in double.
 class BiasGradient {
  public:
   BiasGradient(const Kernels& kernels, int64_t num_experts, int64_t columns)
@@ -165,7 +166,7 @@ class BiasGradient {
   static constexpr int64_t kColumns = 256;  // of one part
   int64_t parts() const { return divide_up(columns_, kColumns); }
 
-  // rows starts at the segment's first row; scale too, or null.
+  // rows starts at the segment's first row; so does scale, null for 1.
   void add(const Segment& segment, const RowMajor& rows, const Acc* scale, int64_t part) {
     const int64_t column = part * kColumns;
     kernels_.sum_over_rows(rows.at(0, column), rows.stride, segment.rows(),

@@ -1,5 +1,5 @@
 // Frozen weights in the formats that models are published in, as the kernels read them: no torch here.
-// frozen_weight.h checks a caller's tensors against the layouts, decode.h and cuda/decode_packed.cu read the
+// frozen_weight.h checks a caller's tensors against the layouts; decode.h and cuda/decode_packed.cu read the
 // rows.
 #pragma once
 
@@ -7,7 +7,7 @@
 
 namespace fmoe_ext::gemm {
 
-// Numbered as in frozen.FORMATS in Python.
+// As Format.number in fmoe_ext/frozen/formats.
 enum class PackedFormat : int64_t {
   none,
   mxfp4,
@@ -31,9 +31,9 @@ enum class ScaleType { none, float32, bfloat16, float16, e8m0, e4m3 };
 // What one scale is for.
 enum class Scaled {
   inside,  // a format whose blocks hold their scales
-  block,   // a block, or an equal part of one
+  block,   // a block, or each of scales_of_block equal parts of one
   group,   // some multiple of 32 columns of a row
-  square,  // kScaledSquare rows x columns; the matrix may be of several parts
+  square,  // kScaledSquare rows x columns; the matrix may consist of parts, each with squares of its own
 };
 constexpr int64_t kScaledSquare = 128;
 
@@ -46,7 +46,7 @@ enum class Third {
 
 // How the bytes and the scales of a format lie.
 struct PackedLayout {
-  int64_t block_bytes, block_columns;  // of a row, which has whole blocks
+  int64_t block_bytes, block_columns;  // a row is whole blocks
   Scaled scaled;
   ScaleType scale_types[3];  // those allowed
   Third third = Third::none;
@@ -119,22 +119,23 @@ struct PackedRow {
   ScaleType scale_type;
   const uint8_t* data;  // null is a row of zeros
   int64_t columns;
-  const char* scale;     // the first of the row
+  const char* scale;     // the first of the row; null where blocks hold theirs
   int64_t group;         // columns of one scale: a multiple of 32, 16 for nvfp4, 0 where blocks hold scales
   const int32_t* zero;   // int4: the words with the zero point of each group of this row, or null for 8
   int zero_shift;        // of this row in a word
   const float* factors;  // nvfp4: what its scales are multiplied by, and what they are divided by after that
 };
 
-// Columns of A that share a scale when they are rounded to 8 bits; 0 for formats without such products.
+// Columns of A that share a scale when they are rounded to 8 bits; 0 for formats without products in
+// integers.
 constexpr int64_t block_of_integers(PackedFormat format) {
   return format == PackedFormat::q8_0 ? 32 : format == PackedFormat::q4_k ? 256 : 0;
 }
 
-// Blocks of a row of A that is rounded to 8 bits: codes * scale.
+// Blocks of a row of A after it was rounded to 8 bits: codes * scale.
 struct RoundedForQ8 {  // two blocks of 32 columns; what is missing of the second is zero
   int8_t codes[64];
-  float scales[16];  // each eight times
+  float scales[16];  // of the two blocks, each eight times, for vectors
 };
 struct alignas(64) RoundedForQ4 {
   int8_t codes[256];
@@ -142,6 +143,7 @@ struct alignas(64) RoundedForQ4 {
   float scale;
 };
 
+// Bytes of a row of A with k columns after rounding; for the formats of block_of_integers() only.
 constexpr int64_t integer_row_bytes(PackedFormat format, int64_t k) {
   return format == PackedFormat::q8_0 ? (k + 63) / 64 * int64_t{sizeof(RoundedForQ8)}
                                       : k / 256 * int64_t{sizeof(RoundedForQ4)};

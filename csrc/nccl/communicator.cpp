@@ -1,11 +1,11 @@
 // A NCCL communicator of our own, for fmoe_ext/ep/exchange.py: one for each process group and device, made
-// from a ncclUniqueId that the group hands round. It knows no torch: buffers and streams are addresses, their
-// order and lifetime the caller's matter.
+// from an ncclUniqueId that the group hands round. It knows no torch: buffers and streams are addresses;
+// their order and lifetime are the caller's responsibility.
 //
-// A dead peer ends in an error and not in a hang. The communicator is non-blocking: a call that does not come
-// through within the timeout aborts it and throws. An exchange that is under way is watched: one that does
+// A dead peer ends in an error and not in a hang. The communicator is non-blocking: a call that does not
+// finish within the timeout aborts it and throws. An exchange that is under way is watched: one that does
 // not end within the timeout is aborted, so that copies to the host that wait for it return, and check()
-// throws.
+// throws. Replays of a captured exchange are not watched.
 
 #include <chrono>
 #include <cstdint>
@@ -30,8 +30,8 @@ namespace {
 namespace py = pybind11;
 using Clock = std::chrono::steady_clock;
 
-// How long a call that goes on in NCCL's own thread is asked without a sleep; as a rule it ends within
-// microseconds.
+// How long finish() polls, without sleeping, a call that goes on in NCCL's own thread; as a rule it ends
+// within microseconds.
 constexpr std::chrono::milliseconds kSpin(1);
 
 class Communicator {
@@ -83,8 +83,8 @@ class Communicator {
     }
   }
 
-  // Rows from and to each rank of several buffers, blocks one after the other in the order of ranks: one
-  // group of calls, a message a peer and buffer. row_bytes: of each buffer.
+  // Exchanges rows of several buffers with every rank. A buffer holds the ranks' blocks in order; all
+  // messages, one for each peer and buffer, are one NCCL group. row_bytes: of each buffer.
   void all_to_all(std::vector<uintptr_t> send, const std::vector<size_t>& send_rows,
                   std::vector<uintptr_t> recv, const std::vector<size_t>& recv_rows,
                   const std::vector<size_t>& row_bytes, uintptr_t stream) {
@@ -117,7 +117,7 @@ class Communicator {
     }
     const ncclResult_t ended = ncclGroupEnd();
     finish(queued == ncclSuccess ? ended : queued, "the exchange (ncclSend, ncclRecv)");
-    if (is_capturing(cuda_stream)) return;  // it runs when the graph is replayed
+    if (is_capturing(cuda_stream)) return;  // it runs when the graph is replayed, unwatched
     const RecordedEvent done(cuda_stream);
     lock.unlock();  // the watchdog asks for it while it holds its own
     watchdog_.watch(on_rank("the exchange (ncclSend, ncclRecv)"), [done] { return done.is_done(); });
@@ -129,7 +129,7 @@ class Communicator {
     if (const std::string failure = watchdog_.failure(); !failure.empty()) throw std::runtime_error(failure);
   }
 
-  // What NCCL says went wrong since the last call, without waiting; empty if nothing did.
+  // The error that NCCL reports of the communicator, without waiting; empty if there is none.
   std::string async_error() {
     const std::lock_guard lock(mutex_);
     if (comm_ == nullptr) return "";

@@ -1,5 +1,5 @@
 // Events of the CUDA driver, by which the watchdog of communicator.cpp sees that an exchange has ended. The
-// driver is found at run time: this module links no CUDA library.
+// driver is loaded at run time: this module links no CUDA library.
 #pragma once
 
 #include <cuda.h>
@@ -52,7 +52,7 @@ inline bool is_capturing(CUstream stream) {
          status != CU_STREAM_CAPTURE_STATUS_NONE;
 }
 
-// What has been put on a stream so far.
+// A mark behind all that has been put on a stream so far; is_done() says whether the stream has reached it.
 class RecordedEvent {
  public:
   explicit RecordedEvent(CUstream stream) {
@@ -62,12 +62,15 @@ class RecordedEvent {
     event_.reset(event, [](CUevent e) { Driver::get().event_destroy(e); });
     check(Driver::get().event_record(event, stream), "cuEventRecord");
   }
-  // By any thread, also while another one captures a graph. Throws if the stream's work failed.
+  // By any thread, also while another one captures a graph. Throws if the stream's work failed. Sets the
+  // calling thread's context and leaves it in relaxed capture mode for good: call it on a thread of our own
+  // (the watchdog's).
   bool is_done() const {
     const Driver& driver = Driver::get();
     CUcontext bound = nullptr;
     if (driver.current_context(&bound) != CUDA_SUCCESS || bound != context_)
       check(driver.set_current_context(context_), "cuCtxSetCurrent");
+    // once for each thread; a failure shows in the query
     thread_local const bool relaxed = [&] {
       CUstreamCaptureMode mode = CU_STREAM_CAPTURE_MODE_RELAXED;
       return driver.exchange_capture_mode(&mode) == CUDA_SUCCESS;
