@@ -1,17 +1,17 @@
 """Write and read the chunks of tensors in .distcp files, as the planners, writer and reader of torch's checkpoints.
 
 torch.distributed.checkpoint (DCP) asks each rank for its parts of every tensor, decides which rank writes which chunk,
-and, on loading, which chunks a rank must read. A chunk is a box of a tensor (offsets, sizes) in a range of a file. DCP
-lets four classes be replaced:
+and, on loading, which chunks a rank must read. A chunk is a box of a tensor (offsets, sizes) in a range of a file. Four
+classes of DCP are replaced:
 
     saving    SavePlanner   a chunk that several ranks have is written by the lowest of them
               Writer        keeps where each chunk was written, for manifest.json: no pickle is written
-    loading   Planner       refuses entries that are no tensors, which DCP would unpickle
+    loading   Planner       refuses entries that are not tensors, which DCP would unpickle
               Reader        reads chunks from a folder, by that manifest
 
 store.py gives them to dcp.save() and dcp.load(). A SavedTensor is what the manifest says of one tensor, and
-fingerprints() compare the copies of several ranks. What comes from a file is checked here, and is never more than a
-tensor of the announced shape and dtype.
+fingerprints() compare the copies of several ranks. What comes from a file is checked here: nothing but a tensor of the
+announced shape and dtype is let through.
 """
 
 import functools
@@ -73,18 +73,18 @@ class SavedTensor:
     def check(self, key: str) -> None:
         """Raise CheckpointError unless the types are right, and the chunks fit the tensor and have bytes for it."""
         if not isinstance(key, str) or not isinstance(getattr(torch, str(self.dtype), None), torch.dtype):
-            raise CheckpointError(f"the tensor {key!r} has dtype {self.dtype!r}"[:300])
+            raise CheckpointError(f"the tensor {key!r} has the unknown dtype {self.dtype!r}"[:300])
         if len(self.shape) > _MAX_DIMENSIONS:
-            raise CheckpointError(f"{key} has {len(self.shape)} dimensions")
+            raise CheckpointError(f"{key} has {len(self.shape)} dimensions, more than {_MAX_DIMENSIONS}")
         numbers = [
             *self.shape,
             *(n for c in self.chunks for n in (*c.offsets, *c.sizes, c.begin, c.num_bytes)),
         ]
         if any(type(n) is not int or not 0 <= n < 2**62 for n in numbers):
-            raise CheckpointError(f"{key} has sizes or places that are no numbers in [0, 2^62)")
+            raise CheckpointError(f"{key} has sizes or places that are not integers in [0, 2^62)")
         for chunk in self.chunks:
             if not isinstance(chunk.file, str):
-                raise CheckpointError(f"{key} is in a file whose name is no text")
+                raise CheckpointError(f"{key} is in a file whose name is not a string")
             if not len(chunk.offsets) == len(chunk.sizes) == len(self.shape) or any(
                 begin + size > whole
                 for begin, size, whole in zip(chunk.offsets, chunk.sizes, self.shape, strict=True)
@@ -92,11 +92,11 @@ class SavedTensor:
                 raise CheckpointError(f"{key} {list(self.shape)} has a chunk that is not a part of it")
             if math.prod(chunk.sizes) * self.torch_dtype.itemsize > chunk.num_bytes:
                 raise CheckpointError(
-                    f"{key}: a chunk {list(chunk.sizes)} of {self.dtype} in {chunk.num_bytes} bytes"
+                    f"{key}: a chunk {list(chunk.sizes)} of {self.dtype} cannot be in {chunk.num_bytes} bytes"
                 )
         # As many elements as the tensor has, and none of them twice: then none is missing
         if sum(math.prod(chunk.sizes) for chunk in self.chunks) != math.prod(self.shape):
-            raise CheckpointError(f"the chunks of {key} are not together {list(self.shape)}")
+            raise CheckpointError(f"the chunks of {key} do not make up its shape {list(self.shape)}")
         if self._has_overlap():
             raise CheckpointError(f"the chunks of {key} {list(self.shape)} overlap")
 
@@ -137,7 +137,7 @@ class SavedTensor:
             ]
             tensor = cls(content["dtype"], tuple(content["shape"]), tuple(chunks))
         except (KeyError, TypeError, ValueError) as error:
-            raise CheckpointError(f"what it says of {key} is no description of a tensor") from error
+            raise CheckpointError(f"the entry of {key} does not describe a tensor") from error
         tensor.check(key)
         return tensor
 
@@ -153,7 +153,7 @@ class Writer(FileSystemWriter):
         self.tensors = {}
         for key, entry in metadata.state_dict_metadata.items():
             if not isinstance(entry, TensorStorageMetadata):
-                raise CheckpointError(f"{key} is no tensor")
+                raise CheckpointError(f"{key} is not a tensor")
             chunks = []
             for chunk in entry.chunks:
                 info = places[MetadataIndex(key, chunk.offsets)]
@@ -183,7 +183,7 @@ class Reader(StorageReader):
         by_chunk: dict[tuple[str, tuple[int, ...]], list[ReadItem]] = {}
         for item in plan.items:
             if item.type != LoadItemType.TENSOR or item.storage_index.offset is None:
-                raise CheckpointError(f"{item.storage_index.fqn} is no tensor")
+                raise CheckpointError(f"{item.storage_index.fqn} is not a tensor")
             place = item.storage_index.fqn, tuple(item.storage_index.offset)
             by_chunk.setdefault(place, []).append(item)
         for (key, offsets), items in by_chunk.items():
@@ -254,8 +254,8 @@ def fingerprints(
     """Compute fingerprints of the chunks that other ranks have too, on the chunk's device: none is copied to the CPU.
 
     A chunk is cut into blocks of 64-bit numbers x_i. The sums of w_i f(x_i) mod 2^64 over each block, with random odd
-    w_i and f(x) = x ^ (x >> 31), go into a SHA-256. A single different number always changes its sum: f is one-to-one,
-    and odd w_i are invertible mod 2^64.
+    w_i and f(x) = x ^ (x >> 31), go into a SHA-256. If one number alone differs, its block's sum always
+    differs: f is one-to-one, and odd w_i are invertible mod 2^64.
     """
     if not shared:  # in one process the 8 MiB of weights would be the peak of its memory
         return {}
@@ -272,8 +272,8 @@ def fingerprints(
         for block in tensor.detach().contiguous().view(-1).view(torch.uint8).split(8 * _BLOCK):
             numbers = torch.zeros(-(-len(block) // 8), dtype=torch.int64, device=block.device)
             numbers.view(torch.uint8)[: len(block)] = block
-            # else two flipped top bits, 2^63 each whatever the weight, would cancel; the mask makes the shift logical:
-            # with copies of the sign, x and ~x would be the same, as 0 and -1
+            # f: else two flipped top bits, 2^63 each whatever the weight, would cancel. The mask makes the shift
+            # logical: with copies of the sign, x and ~x would be the same, as 0 and -1
             numbers ^= (numbers >> 31) & (2**33 - 1)
             sums.append((numbers * weights[: len(numbers)]).sum())
         of_blocks = torch.stack(sums).tolist() if sums else []
@@ -289,7 +289,7 @@ class Planner(DefaultLoadPlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        raise CheckpointError(f"{read_item.storage_index.fqn} is no tensor")
+        raise CheckpointError(f"{read_item.storage_index.fqn} is not a tensor")
 
 
 def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> torch.Tensor:
@@ -310,7 +310,7 @@ def _load_chunk(folder: Path, key: str, chunk: Chunk, dtype: torch.dtype) -> tor
         raise CheckpointError(f"{text} cannot be read: {type(error).__name__}: {error}"[:500]) from error
     # nothing but the tensor that was announced
     if type(value) is not torch.Tensor or value.layout != torch.strided:
-        raise CheckpointError(f"{text} is no tensor")
+        raise CheckpointError(f"{text} is not a tensor")
     if value.dtype != dtype or tuple(value.shape) != chunk.sizes:
         raise CheckpointError(
             f"{text} is {value.dtype} {list(value.shape)}, expected {dtype} {list(chunk.sizes)}"

@@ -17,6 +17,7 @@ decode() makes a packed folder look like a plain one, for import_model(), adapte
 from __future__ import annotations
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
@@ -96,7 +97,8 @@ def layer_of(
         if bias in base.tensors:
             if base.tensors[bias].read().any():  # GPTQ writes zeros
                 raise CheckpointError(
-                    f"{base.folder}: {bias} is a bias, which experts in files of their own have not"
+                    f"{base.folder}: {bias} is a bias that is not zero: experts that are stored one by one "
+                    "are read without biases"
                 )
             used.add(bias)
     return Layer(path, (shapes[0], shapes[1]), parts, build), used & base.tensors.keys()
@@ -110,7 +112,7 @@ def _matrix(base: ModelFolder, kind: Kind | None, name: str, is_stack: bool) -> 
         raise CheckpointError(f"{base.folder} lacks {name}")
     if is_stack and kind is not None and (is_packed or base.tensors[name].dtype not in FLOATS):
         raise CheckpointError(
-            f"{base.folder}: {name} is a stack of packed experts, which is read of MXFP4 alone: unpack the experts "
+            f"{base.folder}: {name} is a stack of packed experts, which can be read for MXFP4 only: unpack the experts "
             "one by one, or dequantise the model to bfloat16 first"
         )
     return kind.matrix(base, stem) if kind is not None and is_packed else None
@@ -145,7 +147,8 @@ def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
         return _part_of(base, (sum(shape[0] for shape in shapes), shapes[0][1]), weight.names)
     if first[0].dtype not in FLOATS:
         raise CheckpointError(
-            f"{base.folder}: {weight.names[0][0]} is {first[0].dtype}, packed without scales"
+            f"{base.folder}: {weight.names[0][0]} is {first[0].dtype}, which is read only with scales and a "
+            "quantization_config"
         )
     kept = [
         [
@@ -161,7 +164,8 @@ def _decoded_part(base: ModelFolder, weight: InFiles, matrices: Found) -> Part:
     """Make the part [E, *, *] in float32, which is decoded while it is read."""
     if weight.is_stack:
         raise CheckpointError(
-            f"{base.folder}: {weight.names[0][0]} is plain, but other experts of its layer are packed"
+            f"{base.folder}: {weight.names[0][0]} is a plain stack, but the other weight of its layer is packed: "
+            "dequantise the model to bfloat16 first"
         )
     found: list[list[Decoded]] = []  # for each expert its matrices
     for names, of_expert in zip(weight.names, matrices, strict=True):
@@ -195,8 +199,8 @@ def _assembled(
         def turn(*raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             # bytes of the tensors -> bytes of the expert: decode, join, gate before up, transpose
             tensors = (
-                torch.from_numpy(data).view(dtype).reshape(shape)
-                for data, (dtype, shape) in zip(raw, kinds, strict=True)
+                torch.from_numpy(data).view(stored_dtype).reshape(shape)
+                for data, (stored_dtype, shape) in zip(raw, kinds, strict=True)
             )
             values = torch.cat([m.values(*(next(tensors) for _ in m.names)) for m in of_expert]).to(dtype)
             if weight.interleaved:
@@ -277,11 +281,11 @@ def _part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence
     return Part(shape, dtype, tuple(spans))
 
 
-def _place_of(base: ModelFolder, name: str) -> Any:
+def _place_of(base: ModelFolder, name: str) -> tuple[Path, int]:
     """Return (file, offset) of a tensor."""
     place = base.tensors[name].place
     if place is None:
-        raise CheckpointError(f"{base.folder}: {name} is in no file")
+        raise CheckpointError(f"{base.folder}: {name} has no place in a file: it is decoded when it is read")
     return place
 
 

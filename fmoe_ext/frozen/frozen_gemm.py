@@ -13,7 +13,10 @@ The path of a product:
 * CUDA: one pass decodes the whole weight in memory, and grouped_gemm multiplies. kept.py keeps that copy for a while.
 
 The operator has the product and, with transposed=True, the product with the transposed weight. Each is the gradient of
-the other, so one rule serves for derivatives of every order.
+the other, so one rule serves for derivatives of every order in x. A bias has the first alone: differentiating its
+gradient raises.
+
+_decode_packed, for all devices but CUDA, is registered here too: by plain PyTorch.
 """
 
 from typing import Any
@@ -45,8 +48,8 @@ def frozen_gemm(
 
     x [R, in], weight Quantized [E, out, in], offs [E] int32, bias [E, out] of the dtype of x -> y [R, out]. Without
     offs the weight is of one expert, which has all rows. Differentiable in x and bias; keeps the packed weight for
-    backward, and not x; on CUDA a decoded copy too, within a bound (keep_decoded). Interleaved rows: bias has their
-    order, y has gates before ups.
+    backward, and not x; on CUDA a decoded copy too, within a bound (keep_decoded). If the weight's rows
+    are interleaved, give the bias in that order; y has all gates before all ups.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: grouped_gemm(x, weight.dequantize(x.dtype), offs, bias).
 
@@ -137,7 +140,7 @@ def packed_product(
     bias: torch.Tensor | None,
     transposed: bool,
 ) -> torch.Tensor:
-    """Compute rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, where frozen_gemm has no kernel.
+    """Compute rows @ weight[e].T + bias[e], or rows @ weight[e] if transposed, on CUDA, which has no kernel of it.
 
     One pass decodes the weight in memory, to the dtype of rows, unless a copy was kept (kept.py). The transposed
     product is a backward's. weight, packing: rows() and packing() of a Quantized.
@@ -157,7 +160,7 @@ def composed(
     weight_interleaved: bool,
     transposed: bool,
 ) -> torch.Tensor:
-    """Compute frozen_gemm on CUDA."""
+    """Compute frozen_gemm on CUDA, by packed_product()."""
     if transposed and bias is not None:
         raise RuntimeError("bias must be None with transposed=True")
     packing = weight_scale, weight_zero, weight_format, weight_interleaved
@@ -165,8 +168,11 @@ def composed(
 
 
 _library.impl("frozen_gemm", composed, "CUDA")
-_library.impl(
-    "_decode_packed",
-    lambda *packing: Quantized.of_rows(*packing[:5]).dequantize(packing[5]),
-    "CompositeExplicitAutograd",
-)
+
+
+def decode_packed(*packing: Any) -> torch.Tensor:
+    """Decode a weight: rows() and packing() of a Quantized, and the dtype."""
+    return Quantized.of_rows(*packing[:5]).dequantize(packing[5])
+
+
+_library.impl("_decode_packed", decode_packed, "CompositeExplicitAutograd")

@@ -1,4 +1,4 @@
-"""Find a schedule of torch.distributed.pipelining by its name: where stages live, how many microbatches it needs.
+"""Find a schedule of torch.distributed.pipelining by its name: which rank has which stages, how many microbatches.
 
 A schedule is the order in which a rank runs forwards (F) and backwards (B) of microbatches. Two ranks, four
 microbatches; a dot is a bubble, in which a rank waits:
@@ -8,10 +8,12 @@ microbatches; a dot is a bubble, in which a rank waits:
     1f1b    F0 F1 .  B0 F2 B1 F3 B2 .  B3    a B as soon as it can be: a rank keeps no more microbatches than there are
             .  F0 B0 F1 B1 F2 B2 F3 B3 .     stages from it to the end
 
-interleaved    gives a rank several stages, one after the other around the ring: shorter waits at both ends
+interleaved    gives a rank several stages, stage s to rank s % ranks: shorter waits at both ends
 zero_bubble    splits a B into the gradient of inputs, for which the rank before waits, and of weights, which fills gaps
 zero_bubble_v  the same with stages in a V: the first rank has the last stage too
 dualpipe_v     in a V, runs an F of one microbatch together with a B of another, whose exchanges hide behind it
+
+check_compiled_blocks() explains an error of torch about compiled blocks, which the zero bubbles and dualpipe_v meet.
 """
 
 from collections.abc import Callable
@@ -47,12 +49,12 @@ def _equal_rounds(chunks: int, ranks: int, stages: int) -> int:
 
 @dataclass(frozen=True)
 class Kind:
-    """A schedule."""
+    """Facts of a schedule that Pipeline must know."""
 
     make: Callable[..., Any]  # torch's class
-    takes_list: bool  # of several stages a rank
+    takes_list: bool  # its constructor takes a list of this rank's stages, not one stage
     is_v: bool  # stages are placed in a V
-    # (chunks, ranks, stages) -> how many it runs, at least chunks
+    # (chunks, ranks, stages) -> the number of microbatches that it runs, at least chunks
     microbatches: Callable[[int, int, int], int]
     overlaps: bool = False  # a forward and a backward are one action
 
@@ -65,12 +67,16 @@ class Kind:
 
 SCHEDULES = MappingProxyType(
     {
-        "gpipe": Kind(ScheduleGPipe, False, False, _any_number),
-        "1f1b": Kind(Schedule1F1B, False, False, _one_a_stage),
-        "interleaved": Kind(ScheduleInterleaved1F1B, True, False, _equal_rounds),
-        "zero_bubble": Kind(ScheduleInterleavedZeroBubble, True, False, _equal_rounds),
-        "zero_bubble_v": Kind(ScheduleZBVZeroBubble, True, True, _any_number),
-        "dualpipe_v": Kind(ScheduleDualPipeV, True, True, _one_a_stage, overlaps=True),
+        "gpipe": Kind(ScheduleGPipe, takes_list=False, is_v=False, microbatches=_any_number),
+        "1f1b": Kind(Schedule1F1B, takes_list=False, is_v=False, microbatches=_one_a_stage),
+        "interleaved": Kind(ScheduleInterleaved1F1B, takes_list=True, is_v=False, microbatches=_equal_rounds),
+        "zero_bubble": Kind(
+            ScheduleInterleavedZeroBubble, takes_list=True, is_v=False, microbatches=_equal_rounds
+        ),
+        "zero_bubble_v": Kind(ScheduleZBVZeroBubble, takes_list=True, is_v=True, microbatches=_any_number),
+        "dualpipe_v": Kind(
+            ScheduleDualPipeV, takes_list=True, is_v=True, microbatches=_one_a_stage, overlaps=True
+        ),
     }
 )
 
@@ -81,7 +87,7 @@ def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
         raise ValueError(f"schedule must be one of {', '.join(map(repr, SCHEDULES))}, but got {name!r}")
     if not isinstance(chunks, int) or chunks < 1:
         raise ValueError(f"chunks must be a whole number of at least 1, but got {chunks!r}")
-    # two stages a rank in a V, one without a list, else any equal number
+    # stages of a rank: two in a V, one where torch takes no list, else any number, equal on all ranks
     kind = SCHEDULES[name]
     if kind.is_v and stages != 2 * ranks:
         raise ValueError(
@@ -99,13 +105,13 @@ def find_schedule(name: str, ranks: int, stages: int, chunks: int) -> Kind:
 
 
 def check_compiled_blocks(error: BaseException) -> None:
-    """Raise RuntimeError that says what to do if error is from a compiled block whose backward ran in parts."""
+    """Raise RuntimeError that says what to do if error comes from a compiled block whose backward ran in parts."""
     cause: BaseException | None = error
     while cause is not None:
         if "donated buffers" in str(cause):
             raise RuntimeError(
-                "a block that torch.compile compiled gives its memory away in the first part of a backward in two: set "
-                "torch._functorch.config.donated_buffer = False before the first step, as torch says below, or use "
-                "schedule 'gpipe', '1f1b' or 'interleaved'"
+                "a block that torch.compile compiled frees memory in the first part of a backward in two that its "
+                "second part still needs: set torch._functorch.config.donated_buffer = False before the first step, as "
+                "torch says above, or use schedule 'gpipe', '1f1b' or 'interleaved'"
             ) from error
         cause = cause.__cause__

@@ -71,7 +71,7 @@ def test_version_1_loads_bitwise(tmp_path):
 
 def test_entry_of_bytes(tmp_path):
     path = with_bytes_entry(copy_of_version_1(tmp_path / "x"), tmp_path / "marker")
-    refused(path, tmp_path / "out", f"{KEY} is no tensor")
+    refused(path, tmp_path / "out", f"{KEY} is not a tensor")
     assert not (tmp_path / "marker").exists()
 
 
@@ -153,8 +153,8 @@ def test_other_data_than_announced(tmp_path, ours):
     wrong = (
         (torch.zeros(1, dtype=torch.float64).expand(100, 100), r"is torch\.float64 \[100, 100\], expected"),
         (torch.zeros(shape), r"is torch\.float32 .*, expected torch\.float64"),
-        ([torch.zeros(shape)], "is no tensor"),
-        (torch.zeros(shape, dtype=torch.float64).to_sparse(), "is no tensor"),
+        ([torch.zeros(shape)], "is not a tensor"),
+        (torch.zeros(shape, dtype=torch.float64).to_sparse(), "is not a tensor"),
     )
     for value, text in wrong:
         content = saved_bytes(tmp_path, value)
@@ -185,9 +185,9 @@ def test_sizes_that_are_not_there(tmp_path, ours):
 
 CHUNKS = {
     "outside": (lambda c: c[0].__setitem__(0, 1), "has a chunk that is not a part of it"),
-    "negative": (lambda c: c[0].__setitem__(0, -1), "no numbers in"),
-    "not a number": (lambda c: c[1].__setitem__(0, "4"), "no numbers in"),
-    "no file": (lambda c: c.__setitem__(2, None), "whose name is no text"),
+    "negative": (lambda c: c[0].__setitem__(0, -1), "not integers in"),
+    "not a number": (lambda c: c[1].__setitem__(0, "4"), "not integers in"),
+    "no file": (lambda c: c.__setitem__(2, None), "whose name is not a string"),
     "other file": (lambda c: c.__setitem__(2, "/etc/passwd"), "'/etc/passwd', which has no checksum"),
     "behind the end": (lambda c: c.__setitem__(3, 2**40), "is truncated"),
     "too few": (list.clear, "no description of a tensor"),

@@ -46,7 +46,7 @@ def test_by_time():
 def test_by_time_refuses_a_module_with_gradients():
     module = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     module(torch.ones(1, 2)).sum().backward()
-    with pytest.raises(ValueError, match="some parameter already has gradient"):
+    with pytest.raises(ValueError, match="a parameter already has a gradient"):
         balance_by_time(2, module, torch.ones(1, 2), timeout=0.01)
 
 

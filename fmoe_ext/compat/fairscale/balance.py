@@ -2,7 +2,8 @@
 
 A program calls balance_by_time() or balance_by_size() and gives the list to Pipe(balance=). A layer's cost is measured
 alone, on one device, in a copy; planning.layouts.balance_cost cuts the list of costs so that the largest partition is
-as small as possible. Signatures are FairScale's.
+as small as possible. Signatures are FairScale's, but device=None means the sample's
+device.
 """
 
 import time
@@ -27,15 +28,15 @@ def balance_by_time(
     timeout: float = 1.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Return how many layers each partition gets, so that the slowest one's forward and backward is fastest.
+    """Return how many layers each partition gets, so that the slowest partition takes as little time as possible.
 
-    sample: a microbatch [B, *] or a tuple. timeout: seconds to measure for. device: where, the sample's if None.
-    Nothing is changed. Raises ValueError for fewer layers than partitions, and for a module with gradients, which
+    sample: a microbatch [B, *] or a tuple. timeout: how many seconds to measure. device: where to run, the sample's if
+    None. Nothing is changed. Raises ValueError for fewer layers than partitions, and for a module with gradients, which
     would be copied with it.
     """
     check_values(sample, "sample")
     if any(p.grad is not None for p in module.parameters()):
-        raise ValueError("some parameter already has gradient: call module.zero_grad() first")
+        raise ValueError("a parameter already has a gradient: call module.zero_grad() first")
     copy, where = _copy_to(module, partitions, sample, device)
     # seconds of each layer's forward and backward, once for each run; the median goes into the balance
     runs: list[list[float]] = []
@@ -53,7 +54,7 @@ def balance_by_time(
                 backward_of_ones((*as_tuple(values), *(skips[key] for key in stashed)))
                 times.append(now(where) - begin)
                 for key in stashed:
-                    (skips[key],) = copies((skips[key],))  # in a tuple, where it may be None
+                    (skips[key],) = copies((skips[key],))  # copies() takes None only inside a tuple
         runs.append(times)
     return balance_cost([median_high(of_layer) for of_layer in zip(*runs, strict=True)], partitions)
 
@@ -67,7 +68,7 @@ def balance_by_size(
     param_scale: float = 2.0,
     device: torch.device | str | None = None,
 ) -> list[int]:
-    """Return how many layers each partition gets, so that the one that needs most memory needs least.
+    """Return how many layers each partition gets, so that the largest memory of any partition is as small as possible.
 
     A layer's memory is param_scale times its parameters (2.0 for SGD: value and gradient; 3 with momentum, 4 with Adam)
     plus what its forward of a microbatch keeps for the backward. input: a mini-batch [B, *] or a tuple, which Pipe cuts

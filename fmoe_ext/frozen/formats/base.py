@@ -20,7 +20,8 @@ Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
 # Scales to try, as multiples of the one that the largest magnitude of a block gives: smaller ones clip that value, and
-# come nearer to the others; larger ones move the codes.
+# come nearer to the others; larger ones only shift which codes are
+# used.
 FACTORS = (1.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +48,7 @@ class Format:
 
     number: int  # in csrc/gemm/packed.h
     tensors: str  # shapes of data, scale and zero, for errors
-    bits: float  # of a weight as quantize() packs it, scales included, without what a whole row or matrix has
+    bits: float  # of one weight as quantize() packs it, with scales of blocks, without those of whole rows or matrices
     block: int  # columns that quantize() packs together
     has_integers = False  # products in integers, Quantized.int8_activations
 
@@ -103,12 +104,15 @@ class Lattice(Format):
         raise NotImplementedError
 
     def rescale(self, q: Packed, factor: torch.Tensor) -> Tensors:
-        """Multiply all values of a part of a row by its factor [E, out, parts of a row] -> data and scale."""
+        """Multiply the values of each part of a row by its own factor [E, out, parts of a row] -> data and scale."""
         raise NotImplementedError
 
 
 def require(q: Packed, name: str, dtypes: tuple[torch.dtype, ...], dims: int) -> torch.Tensor:
-    """Return a tensor by its name; ValueError if it is missing, or unlike dtypes, dims, or data's experts or device."""
+    """Return a tensor by its name; ValueError if it is missing or does not fit.
+
+    It must have one of dtypes, dims dimensions, and the number of experts and the device of data.
+    """
     t: torch.Tensor | None = getattr(q, name)
     if t is None:
         raise ValueError(f"{q.format} needs {name}: {q.kind.tensors}")
@@ -161,8 +165,8 @@ def least_error(
 ) -> torch.Tensor:
     """Choose for each block [..., n] the multiple of its scale [...] with the least sum of importance * error^2.
 
-    rounded: scales [...] -> the values that the blocks become under them. Of equally good multiples the first is taken,
-    which is the scale itself.
+    rounded: scales [...] -> the values that the blocks become under them. Of equally good multiples the first of
+    `factors` is taken, so the scale itself (1.0) if it is one of them.
     """
     found, least = scale, torch.full_like(scale, float("inf"))
     for factor in factors:
