@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.methods import KINDS
+from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of
+from fmoe_ext.checkpoint.methods import KINDS, kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
 from fmoe_ext.frozen import frozen_gemm, quantize
@@ -159,6 +160,15 @@ def test_settings_that_are_not_computed_are_refused(tmp_path, name, changes, mes
     base = save(tmp_path, tensors_of(name)[0], {**CONFIGS[name], **changes})
     with pytest.raises(CheckpointError, match=message):
         packed_layer(base, PATH)
+
+
+def test_plain_stack_beside_a_packed_weight_is_refused(tmp_path):
+    """Not for other experts: a stack has all of them."""
+    tensors, _ = tensors_of("fp8_block")
+    base = save(tmp_path, tensors | {"down": torch.zeros(E, D, H)}, CONFIGS["fp8_block"])
+    w1 = InFiles(tuple(tuple(f"{PATH}.{e}.{name}_proj.weight" for name in ("gate", "up")) for e in range(E)))
+    with pytest.raises(CheckpointError, match=r"down is a plain stack, but the other weight of its layer is"):
+        layer_of(base, kind_of(base), PATH, (w1, InFiles((("down",),) * E, is_stack=True)))
 
 
 def test_other_methods_are_refused_by_name(tmp_path):
