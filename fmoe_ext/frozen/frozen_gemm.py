@@ -48,8 +48,9 @@ def frozen_gemm(
 
     x [R, in], weight Quantized [E, out, in], offs [E] int32, bias [E, out] of the dtype of x -> y [R, out]. Without
     offs the weight is of one expert, which has all rows. Differentiable in x and bias; keeps the packed weight for
-    backward, and not x; on CUDA a decoded copy too, within a bound (keep_decoded). If the weight's rows
-    are interleaved, give the bias in that order; y has all gates before all ups.
+    backward, and not x; on CUDA a decoded copy too, within a bound (keep_decoded). If the weight's
+    rows are interleaved, give the bias in that order; y has all gates before all ups. The gradient of bias cannot be
+    differentiated: that raises.
     Raises RuntimeError for other shapes or dtypes, and on the CPU for offs that decrease or exceed R.
     Equivalent to: grouped_gemm(x, weight.dequantize(x.dtype), offs, bias).
 

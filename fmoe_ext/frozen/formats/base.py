@@ -20,8 +20,7 @@ Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
 # Scales to try, as multiples of the one that the largest magnitude of a block gives: smaller ones clip that value, and
-# come nearer to the others; larger ones only shift which codes are
-# used.
+# come nearer to the others; larger ones only shift which codes are used.
 FACTORS = (1.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
