@@ -71,7 +71,7 @@ def test_version_1_loads_bitwise(tmp_path):
 
 def test_entry_of_bytes(tmp_path):
     path = with_bytes_entry(copy_of_version_1(tmp_path / "x"), tmp_path / "marker")
-    refused(path, tmp_path / "out", f"{KEY} is not a tensor")
+    refused(path, tmp_path / "out", f"{KEY} is no tensor")
     assert not (tmp_path / "marker").exists()
 
 
@@ -180,7 +180,7 @@ def test_sizes_that_are_not_there(tmp_path, ours):
         entry = manifest["tensors"][KEY]
         entry["shape"] = entry["chunks"][0][1] = [2**30, 2**10]
 
-    refused(sign(ours, huge), tmp_path / "out", r"a chunk \[1073741824, 1024\] of float64 in \d+ bytes")
+    refused(sign(ours, huge), tmp_path / "out", r"a chunk \[1073741824, 1024\] of float64 cannot be in \d+ bytes")
 
 
 CHUNKS = {
@@ -190,7 +190,7 @@ CHUNKS = {
     "no file": (lambda c: c.__setitem__(2, None), "whose name is not a string"),
     "other file": (lambda c: c.__setitem__(2, "/etc/passwd"), "'/etc/passwd', which has no checksum"),
     "behind the end": (lambda c: c.__setitem__(3, 2**40), "is truncated"),
-    "too few": (list.clear, "no description of a tensor"),
+    "too few": (list.clear, "does not describe a tensor"),
 }
 
 
