@@ -6,6 +6,7 @@ Below are the small functions on batches and outputs that several checks use.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -169,6 +170,14 @@ def rows_of(output: Any) -> torch.Tensor:
 
 
 def off(a: torch.Tensor | float, b: torch.Tensor | float) -> float:
-    """Return the difference of two numbers relative to the larger one."""
+    """Return the difference of two numbers relative to the larger one; infinity if one of them is not finite."""
     a, b = float(a), float(b)
-    return abs(a - b) / max(abs(a), abs(b), 1e-300)
+    # NaN would be within every bound: a comparison with it is False
+    return abs(a - b) / max(abs(a), abs(b), 1e-300) if math.isfinite(a) and math.isfinite(b) else math.inf
+
+
+def distance(a: torch.Tensor, b: torch.Tensor, scale: float = 1.0) -> float:
+    """Return the largest difference of two tensors' numbers over scale; infinity where one alone is not finite."""
+    is_same = (a == b) | (a.isnan() & b.isnan())  # rows of padding may be NaN in both
+    largest = float((a - b).abs().masked_fill(is_same, 0).max()) / scale
+    return largest if math.isfinite(largest) else math.inf

@@ -14,6 +14,7 @@ or to collapse.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from typing import Any
 import torch
 
 from fmoe_ext.doctor.behaviour import draws_numbers
-from fmoe_ext.doctor.case import TINY, Case, mapped, off, tensors, verdict
+from fmoe_ext.doctor.case import TINY, Case, distance, mapped, off, tensors, verdict
 from fmoe_ext.doctor.probe import has_capacity, probe_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Layer, Watch, layers_of, state_of
@@ -253,7 +254,7 @@ def balance(case: Case) -> Iterator[Finding]:
         yield verdict("balance-size", "", None, "no balance loss is given (parts=)")
         return
     task, balance = _parts(case, 0)  # the seed of Case.run, whose total is compared with these
-    if off(balance, _parts(case, 1)[1]) > TINY:  # another seed
+    if TINY < off(balance, _parts(case, 1)[1]) < math.inf:  # another seed
         yield verdict("balance-size", "", None, "the balance loss draws random numbers")
         yield from _in_loss(case, task, balance)
         return
@@ -409,8 +410,7 @@ def accumulation(case: Case) -> Iterator[Finding]:
     # a bias that moves with the tokens counted is different in the second microbatch: gradients may be, too
     moved = next((n for n, v in ends[0].items() if "bias" in n and not v.equal(ends[1][n])), None)
     gaps = {  # relative; gradients below a thousandth of the largest are rounding
-        n: float((found[1][n] - g).abs().max()) / max(float(g.abs().max()), 1e-3 * scale)
-        for n, g in found[0].items()
+        n: distance(found[1][n], g, max(float(g.abs().max()), 1e-3 * scale)) for n, g in found[0].items()
     }
     worst = max(gaps, key=lambda n: gaps[n])
     bad: bool | None = gaps[worst] > 1e-3

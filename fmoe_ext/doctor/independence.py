@@ -1,15 +1,17 @@
 """Check that a sample's output is its own, whatever stands beside, behind or before it in the batch.
 
-examine.py runs outputs() and padding(). Outputs of the whole model are compared, sample by sample, with those of a
-changed batch:
+examine.py runs outputs(), which runs _causal() and _history() too, and padding(). Outputs of the whole model are
+compared, sample by sample, with those of a changed batch:
 
     outputs     other order, other samples absent, or with other values            "batch"
     _causal     later tokens changed, or absent                                    "causality"
     _history    a forward of another batch before                                  "history"
     padding     padding added                                                      "balance-padding"
 
-Experts that compute the right tokens and return them to wrong rows are found here and not by their choices. Where a
-layer mixes tokens by design (Probe.by_design), or the model without its experts does, a difference is undecided.
+Experts that compute the right tokens and return them to wrong rows are found here; their choices alone would not show
+it. A difference in "batch" or "causality" is undecided where a layer mixes tokens by design (Probe.by_design); one in
+"causality", or in the losses with padding, also where the model without its experts differs. A number that becomes NaN
+counts as an infinite difference.
 """
 
 from __future__ import annotations
@@ -22,13 +24,13 @@ import torch
 from torch import nn
 
 from fmoe_ext.doctor.behaviour import draws_numbers
-from fmoe_ext.doctor.case import Case, mapped, off, samples_of, verdict
+from fmoe_ext.doctor.case import Case, distance, mapped, off, samples_of, verdict
 from fmoe_ext.doctor.probe import drawn, has_capacity, probe_of
 from fmoe_ext.doctor.report import Finding
 from fmoe_ext.doctor.structure import Watch, layers_of, state_of
 from fmoe_ext.doctor.subject import Batch
 
-_BOUND = 1e-4  # of the largest output: parts in float32 round otherwise in another batch
+_BOUND = 1e-4  # of the largest output: parts that compute in float32 round differently in another batch
 
 
 def outputs(case: Case) -> Iterator[Finding]:
@@ -67,7 +69,7 @@ def _compared(
     name: str, found: torch.Tensor | None, expected: torch.Tensor, why: str | None, when: str
 ) -> Finding:
     if found is None or found.shape != expected.shape:
-        return verdict(name, "", None, f"the model has another output if {when}")
+        return verdict(name, "", None, f"the output has another shape, or there is none, if {when}")
     moved = _distance(found, expected)
     text = f"outputs move by {moved:.1e} of the largest if {when}"
     bad = moved > _BOUND
@@ -75,7 +77,7 @@ def _compared(
 
 
 def _distance(a: torch.Tensor, b: torch.Tensor) -> float:
-    return float((a - b).abs().max()) / max(float(b.abs().max()), 1e-300)
+    return distance(a, b, max(float(b.nan_to_num(0, 0, 0).abs().max()), 1e-300))
 
 
 def _output(
@@ -161,7 +163,7 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
         return
     middle = length // 2
     first = _samples(case.subject.batch, count, torch.zeros(1, dtype=torch.int64, device="cpu"))
-    # two tokens reach few of the experts, so what is done for each expert that has some is done less often
+    # two tokens reach few experts: a mistake that is made once for each expert with tokens then shows
     beginning = mapped(first, lambda v: v[:, :2] if v.ndim > 1 and v.shape[:2] == (1, length) else v)
     # (batch, samples of it, tokens whose outputs are compared, words for them)
     trials = [(_behind(case.subject.batch, count, middle), count, middle, "before a change of later tokens")]
@@ -250,7 +252,7 @@ def _places(batch: Batch, padded: Batch) -> tuple[torch.Tensor, int] | None:
 
 
 def _without_experts(case: Case) -> nn.Module:
-    """Copy the model in evaluation, with MoE layers that return 0; of a model that is one layer the experts do."""
+    """Copy the model in evaluation, with MoE layers that return 0; in a model that is one layer, its experts do."""
     model = case.copy().eval()
     for layer in layers_of(model):
         if layer.name:
@@ -304,6 +306,6 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
 
 
 def _states(model: nn.Module) -> dict[str, torch.Tensor]:
-    """Copy the buffers and the biases of choices, by name: what may change a later forward by design."""
+    """Copy the buffers, and the state with "bias" in its name: what may change a later forward by design."""
     biases = {n: v for n, v in state_of(model).items() if "bias" in n}
     return {n: v.clone() for n, v in (dict(model.named_buffers()) | biases).items()}

@@ -15,6 +15,7 @@ under other scores (_normalised). Shapes: T tokens, M measured experts, D the wi
 from __future__ import annotations
 
 import itertools
+import math
 import re
 from collections.abc import Iterator
 from functools import partial
@@ -22,7 +23,7 @@ from functools import partial
 import torch
 import torch.nn.functional as F
 
-from fmoe_ext.doctor.case import Case, verdict
+from fmoe_ext.doctor.case import Case, distance, verdict
 from fmoe_ext.doctor.probe import (
     NEAR,
     Prepare,
@@ -105,7 +106,7 @@ def _as_in_training(probe: Probe, shared: str | None) -> Finding:
         return verdict(
             "evaluation", probe.layer.name, None, "training chooses others, as balanced assignments do"
         )
-    gap = float((rows - probe.rows).abs().max()) / scale if scale else 0.0
+    gap = distance(rows, probe.rows, scale) if scale else 0.0
     bad: bool | None = gap > _WEIGHT_BOUND
     text = f"the same choices and input, outputs differ by {gap:.1e} of the largest"
     if bad and any("running_mean" in n for n, _ in probe.layer.module.named_buffers()):
@@ -121,10 +122,14 @@ def _rows(probe: Probe, shared: str | None) -> Iterator[Finding]:
     if size < 2:
         yield verdict("own-row", name, None, "the batch has one token")
         return
+    if not math.isfinite(scale):
+        yield verdict("own-row", name, None, "the layer's output is not finite")
+        return
 
     # the rows, other than the token's, that differ from base
     def others(moved: torch.Tensor, token: int, base: torch.Tensor) -> list[int]:
-        rows = ((moved - base).abs().amax(-1) > _ROW_BOUND * scale).nonzero().flatten().tolist()
+        stays = (moved - base).abs().amax(-1) <= _ROW_BOUND * scale  # a row that becomes NaN does not
+        rows = (~stays).nonzero().flatten().tolist()
         return [row for row in rows if row != token]
 
     # 1. scores of the first, a middle and the last token

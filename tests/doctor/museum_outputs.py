@@ -62,6 +62,17 @@ def rows_in_another_order():
     return mixed(lambda self, x, w, i: MoE.mix(self, x, w, i).flip(0))
 
 
+@mistake("causality")
+def load_divides_by_the_tokens_of_an_idle_expert():
+    """An expert without tokens makes its factor 0 / 0, and the output NaN."""
+
+    def mix(self, x, w, i):
+        load = F.one_hot(i, EXPERTS).sum((0, 1))
+        return MoE.mix(self, x, w, i) * (load / load).mean()
+
+    return mixed(mix)
+
+
 @mistake("own-row")
 def rows_of_the_next_token():
     return mixed(lambda self, x, w, i: MoE.mix(self, x, w, i).roll(1, 0))

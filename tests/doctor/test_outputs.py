@@ -9,7 +9,7 @@ import torch
 from fmoe_ext import doctor
 from fmoe_ext.audit.cases import AuditError
 from fmoe_ext.doctor import probe as probe_module
-from fmoe_ext.doctor.case import Case
+from fmoe_ext.doctor.case import Case, distance, off
 from fmoe_ext.doctor.probe import Probe, declared_capacity
 from fmoe_ext.doctor.structure import layers_of
 from tests.doctor.held_out_by_a_stranger import TWINS, dense_with_a_head_of_as_many_classes
@@ -19,7 +19,12 @@ from tests.doctor.plain import EXPERTS, D, Model
 from tests.sweeps import rest_is_slow
 
 # The others are long: a check of a model takes most of a second.
-QUICK_MISTAKES = ("rows_in_another_order", "routing_of_the_previous_batch", "weights_of_the_other_choice")
+QUICK_MISTAKES = (
+    "rows_in_another_order",
+    "load_divides_by_the_tokens_of_an_idle_expert",
+    "routing_of_the_previous_batch",
+    "weights_of_the_other_choice",
+)
 QUICK_HEALTHY = ("experts_choose_tokens", "scores_are_distances")
 QUICK_TWINS = ("farthest_centroids",)
 
@@ -43,6 +48,14 @@ def test_mistake_is_named_and_its_healthy_twin_is_not(name):
     wrong, right = (doctor.check(make(mistaken)) for mistaken in (True, False))
     assert invariant in wrong.named(), str(wrong)
     assert right.ok, str(right)
+
+
+def test_number_that_is_not_finite_is_an_infinite_difference():
+    nan, inf = float("nan"), float("inf")
+    assert [off(a, b) for a, b in ((1.0, nan), (nan, nan), (inf, inf), (2.0, 1.0))] == [inf, inf, inf, 0.5]
+    values, others = torch.tensor([1.0, nan, inf]), torch.tensor([1.5, nan, inf])
+    assert distance(values, others) == 0.5  # what is not finite in both has not moved
+    assert distance(values, torch.zeros(3)) == inf == distance(torch.zeros(3), values, 2.0)
 
 
 def test_dense_model_with_as_many_classes_as_layers_is_refused():
