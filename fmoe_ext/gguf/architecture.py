@@ -1,4 +1,4 @@
-"""Describe an architecture of llama.cpp: a class with three methods, which reading, checking and writing files use.
+"""Describe an architecture of llama.cpp: a class with three main methods, to read, check and write files.
 
     config(fields, shapes, factors)   what a file says      -> values of Transformers' configuration
     fields(config)                    a configuration       -> the metadata that a file of it has
@@ -6,13 +6,16 @@
 
 Most keys are one attribute of the configuration: config() takes them by `keys`, `defaults` has what llama.cpp takes for
 a key that is missing. A file is checked by a round trip (metadata.py): its keys become a configuration, and fields() of
-that must give its keys again, so that it writes each of them by hand. A key that only config() reads stands in `read`,
-and one that changes no logit in `harmless`. llama.cpp's graph computes some things that no key says: `fixed` names the
-only value that an attribute may have, refused() what a configuration may not have. The package gguf knows most names of
-tensors (in_checkpoints() translates to the names that it knows); transforms() has the others, and those whose values
-are arranged otherwise.
+that configuration must give the file's keys again; so fields() sets each key explicitly. A key that only config() reads
+stands in `read`, and one that changes no logit in `harmless`. llama.cpp's graph computes some things that no key says:
+`fixed` has the only value allowed for an attribute, refused() names what a configuration may not use. The package gguf
+knows most names of tensors (in_checkpoints() translates to the names that it knows); transforms() has the others, and
+those whose values are in another order in memory.
 
-To add one, write a subclass with what differs in a file of architectures/: it is found by being there. Its page and
+Names with "mtp" are about multi-token prediction: blocks at the end of a file that predict the tokens after the next.
+"heads" are those of attention, but in writes_heads.
+
+To add one, write a subclass, in a file of architectures/, with what differs: it is found by being there. Its page and
 tests are in docs/design.md, "What a change touches". A model type is exported under the first name that has it; a
 second name of one type is only read (also).
 """
@@ -36,7 +39,7 @@ Fields: TypeAlias = Mapping[str, Any]  # {key: value}; of an architecture withou
 Shapes: TypeAlias = Mapping[str, tuple[int, ...]]  # {tensor: shape as in PyTorch}
 Values: TypeAlias = dict[str, Any]  # {attribute of the configuration: value}
 
-EPSILON, HEADS = "attention.layer_norm_rms_epsilon", "nextn_predict_layers"
+EPSILON, NEXTN = "attention.layer_norm_rms_epsilon", "nextn_predict_layers"
 _GATING = MappingProxyType({"softmax": 1, "sigmoid": 2})  # expert_gating_func in llama.cpp
 # {key: attribute} of all architectures; those of experts are named by the family
 KEYS = MappingProxyType(
@@ -60,8 +63,8 @@ OF_EXPERTS = MappingProxyType(
         "expert_weights_scale": "scale",
     }
 )
-# Needed for a configuration where no config.json is beside the file. They are not compared in the round trip: no logit
-# depends on them alone, or the tensors' shapes say the same
+# Needed for a configuration where no config.json is beside the file. They are not compared in the round trip:
+# either no logit depends on them, or the shapes of tensors say the same
 READ = MappingProxyType(
     {
         "context_length": "max_position_embeddings",
@@ -71,8 +74,8 @@ READ = MappingProxyType(
         "tokenizer.ggml.padding_token_id": "pad_token_id",
     }
 )
-# Keys for which 0 stands for 1
-UNUSED = (
+# In llama.cpp 0 means "not used" for these factors and numbers, which is 1 in Transformers
+ZERO_MEANS_ONE = (
     *("expert_weights_scale", "interleave_moe_layer_step", "expert_group_count", "expert_group_used_count"),
     *("embedding_scale", "residual_scale", "logit_scale"),
 )
@@ -89,17 +92,21 @@ class Architecture:
     keys: Mapping[str, str] = _NOTHING  # {key: attribute} beside those of all
     read: tuple[str, ...] = ()  # further keys that config() reads
     harmless: tuple[str, ...] = ()  # keys that change no logit of this architecture
-    needs: tuple[str, ...] = ()  # keys without which a file has another model
+    needs: tuple[str, ...] = ()  # keys that a file of this model must have
     defaults: Mapping[str, Any] = _NOTHING  # {attribute: value of a file without its key} beside `usual`
     fixed: Mapping[str, Any] = _NOTHING  # {attribute: the only value that the graph computes}
-    has_heads = False  # the last blocks may predict the tokens after the next (num_heads()), and are left out
-    writes_heads = False  # as `model.layers.N` behind the others, which the package's map has names for
+    has_mtp = False  # the last blocks may be for multi-token prediction (num_mtp_blocks()), and are left out
+    writes_heads = (
+        False  # those blocks, as `model.layers.N` behind the others: the package's map has their names
+    )
     has_biases = False  # of queries, keys, values and outputs
     groups_heads = True  # queries may be more than keys
     rotates_part = False  # of each head
     rotates_pairs = False  # neighbours, not halves of a head
     has_factors = False  # llama.cpp's graph multiplies by the factors of weights in NVFP4
-    rounds_yarn = True  # Transformers rounds the bounds of YaRN's ramp, as llama.cpp does
+    rounds_yarn = (
+        True  # Transformers rounds the bounds of YaRN's ramp, as llama.cpp does; such YaRN is only read
+    )
     attention_block = "self_attn"  # name of attention in Transformers' layer
     window_period = 0  # n: every n-th layer has full attention, the others a sliding window; 0: no such rule
 
@@ -151,11 +158,11 @@ class Architecture:
         for key, attribute in self.attributes.items():
             value = fields.get(key)
             if value is not None:  # 0 stands for "not used", which is a factor of 1 in Transformers
-                values[attribute] = type(value)(1) if value == 0 and key in UNUSED else value
+                values[attribute] = type(value)(1) if value == 0 and key in ZERO_MEANS_ONE else value
         values |= self.sizes(shapes)
         # YaRN's factors count from the context that the file says, if it says none of its own
         scaling = self.rope(fields, values["max_position_embeddings"])
-        values["num_hidden_layers"] -= self.num_heads(fields)  # block_count includes them
+        values["num_hidden_layers"] -= self.num_mtp_blocks(fields)  # block_count includes them
         kinds = self.layer_types(fields, values["num_hidden_layers"])
         if kinds is not None:
             values["layer_types"] = kinds
@@ -219,11 +226,11 @@ class Architecture:
         is_full = [(i + 1) % self.window_period == 0 for i in range(num_layers)]
         return ["full_attention" if full else "sliding_attention" for full in is_full]
 
-    def num_heads(self, fields: Fields) -> int:
-        """Count the blocks at the end of a file that are heads for the tokens after the next."""
+    def num_mtp_blocks(self, fields: Fields) -> int:
+        """Count the blocks at the end of a file that predict the tokens after the next (MTP)."""
         # a damaged file may have any value here: only a number below that of the blocks counts
-        heads, blocks = fields.get(HEADS, 0) if self.has_heads else 0, fields.get("block_count", 0)
-        return heads if type(heads) is type(blocks) is int and 0 < heads < blocks else 0
+        count, blocks = fields.get(NEXTN, 0) if self.has_mtp else 0, fields.get("block_count", 0)
+        return count if type(count) is type(blocks) is int and 0 < count < blocks else 0
 
     # What a file of a configuration has
 
@@ -252,7 +259,7 @@ class Architecture:
             found["expert_feed_forward_length"] = config.moe_intermediate_size
         if hasattr(config, "shared_expert_intermediate_size"):
             found["expert_shared_feed_forward_length"] = config.shared_expert_intermediate_size
-        # the later ones win
+        # these win: the router's keys have a width of experts too, which FixedRouter leaves out
         found |= self.routing(config, facts)
         if "attention.sliding_window" in self.keys:
             found["attention.sliding_window"] = config.sliding_window
@@ -301,7 +308,7 @@ class Architecture:
         """Return metadata that other programs write and export leaves out; a file that has them must agree."""
         return {}
 
-    def factors(self, config: Any) -> Tensor | None:
+    def rope_factors(self, config: Any) -> Tensor | None:
         """Return rope_freqs.weight, which divides the frequencies of rotary embeddings; None without."""
         return None
 
@@ -333,7 +340,7 @@ class Architecture:
             "clip_qkv": getattr(config, "clip_qkv", None) is not None,
             "sliding_window": is_window_lost,
             "layer_types": kinds != period_kinds,
-            # llama.cpp derives YaRN's attention factor itself
+            # YaRN is written without rounding alone, as GPT-OSS has it; llama.cpp derives its attention factor itself
             "rope_parameters": kind != "default"
             and (kind != "yarn" or self.rounds_yarn or rope.get("attention_factor") is not None),
             "attention_bias": getattr(config, "attention_bias", False) and not self.has_biases,

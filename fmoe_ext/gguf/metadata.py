@@ -6,9 +6,10 @@ file that it would make (Architecture.fields) has the same values. Every other k
     the architecture reads itself, or knows to be harmless
     has the only value with which these models compute (ONLY)
     is a note on the file that changes no logit (NOTES)
-    is another program's: its first word is none of llama.cpp's
+    belongs to another program: llama.cpp has no namespace of its first word
 
-Any other key is refused by name.
+Any other key is refused by name. architecture_of() and architecture_for() find the Architecture of a file, or of a
+configuration to write.
 """
 
 import math
@@ -20,7 +21,7 @@ import torch
 from torch import Tensor
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.gguf.architecture import HEADS, READ, UNUSED, Architecture, Fields
+from fmoe_ext.gguf.architecture import NEXTN, READ, ZERO_MEANS_ONE, Architecture, Fields
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.file import GgufFile
 from fmoe_ext.gguf.rope import SCALING, shortened, with_defaults
@@ -111,6 +112,13 @@ def config_of(file: GgufFile) -> Any:
     path, fields = file.path, file.values()
     architecture = find(str(path), fields)
     shapes = {tensor.name: tuple(int(n) for n in reversed(tensor.shape)) for tensor in file.tensors}
+    if "token_embd.weight" not in shapes:  # which says the size of the vocabulary
+        raise CheckpointError(f"{path} has no tensor token_embd.weight")
+    if architecture.model_type not in transformers.CONFIG_MAPPING:
+        raise CheckpointError(
+            f"{path}: the installed transformers {transformers.__version__} has no model type "
+            f"{architecture.model_type}: pip install -U transformers"
+        )
     try:
         values = architecture.config(own_fields(architecture, fields), shapes, factors_of(file))
         return transformers.CONFIG_MAPPING[architecture.model_type](**values)
@@ -123,23 +131,23 @@ def config_of(file: GgufFile) -> Any:
 
 
 def check(file: GgufFile, config: Any) -> None:
-    """Raise CheckpointError, by name, for the first key of a file that a configuration does not compute with."""
+    """Raise CheckpointError that names the first key of the file with which the configuration does not compute."""
     path, fields = file.path, file.values()
     architecture = find(str(path), fields, config)
     own = own_fields(architecture, fields)
     try:
         expected = {**architecture.implied(config), **architecture.fields(config)}
     except (TypeError, ValueError, AttributeError, KeyError) as error:
-        raise CheckpointError(f"{path} has a configuration with values of other types: {error}") from error
-    # Each key, without the blocks that are heads for the tokens after the next
-    heads = architecture.num_heads(own)
+        raise CheckpointError(f"the configuration of {path} has a value of a wrong type: {error}") from error
+    # Each key; lists with one item a block lose the items of the blocks for multi-token prediction
+    mtp_blocks = architecture.num_mtp_blocks(own)
     for full, value in fields.items():
         key = full.removeprefix(f"{architecture.name}.")
-        if heads and key == HEADS:
+        if mtp_blocks and key == NEXTN:
             continue
         if key == "block_count" and isinstance(value, int):
-            value -= heads
-        if heads and isinstance(value, list):  # one item a block
+            value -= mtp_blocks
+        if mtp_blocks and isinstance(value, list):
             value = value[: config.num_hidden_layers]
         wrong = _why_not(architecture, full, key, value, expected)
         if wrong:
@@ -148,13 +156,13 @@ def check(file: GgufFile, config: Any) -> None:
     try:
         kinds = architecture.layer_types(own, config.num_hidden_layers)
     except (TypeError, IndexError, ZeroDivisionError, KeyError) as error:
-        raise CheckpointError(f"{path} has keys on the kinds of layers with other values: {error}") from error
+        raise CheckpointError(f"{path}: its keys for the kinds of layers cannot be read: {error}") from error
     said = getattr(config, "layer_types", None)
     if kinds is not None and kinds != said:
         raise CheckpointError(
             f"{path} has layers of the kinds {shortened(kinds)}, but config.json has layer_types {shortened(said)}"
         )
-    divisors, needed = factors_of(file), architecture.factors(config)
+    divisors, needed = factors_of(file), architecture.rope_factors(config)
     if needed is None:
         if divisors is not None and (divisors != 1).any():
             raise CheckpointError(f"{path}: {FREQUENCIES} scales frequencies, which is not computed here")
@@ -191,7 +199,7 @@ def _why_not(architecture: Architecture, full: str, key: str, value: Any, expect
     # The round trip
     if key in expected:
         # a file may say "not used" for a factor of 1
-        said = 1 if value == 0 and key in UNUSED else value
+        said = 1 if value == 0 and key in ZERO_MEANS_ONE else value
         return "" if _same(expected[key], said) else f"but the model is computed with {expected[key]}"
     if key in architecture.read:
         return ""

@@ -315,7 +315,7 @@ def outside_experts(
                     f"{path}: {name} is {list(found[name].shape)} in the file, but {list(shapes[name])} by its metadata"
                 )
     # No tensor of the file may be left over: the model would compute something else
-    is_cut = architecture.num_heads(own_fields(architecture, file.values()))
+    is_cut = architecture.num_mtp_blocks(own_fields(architecture, file.values()))
     for name in tensors.keys() - used:
         # but heads, which are blocks behind the last layer
         number = int(name.split(".")[1]) if re.match(r"blk\.\d+\.", name) else -1

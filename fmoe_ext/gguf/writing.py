@@ -22,7 +22,7 @@ from fmoe_ext.checkpoint.errors import CheckpointError
 from fmoe_ext.checkpoint.files import explained
 from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 from fmoe_ext.frozen.quantized import FITTED
-from fmoe_ext.gguf.architecture import HEADS, Architecture, first_layer
+from fmoe_ext.gguf.architecture import NEXTN, Architecture, first_layer
 from fmoe_ext.gguf.architectures import ARCHITECTURES
 from fmoe_ext.gguf.metadata import FREQUENCIES, architecture_for
 from fmoe_ext.gguf.packings import SCALED, rows_of
@@ -174,7 +174,7 @@ def write_facts(writer: Any, config: Any, architecture: Architecture, num_heads:
     fields = architecture.fields(config)
     if num_heads:
         # lists with an item a layer (glm-dsa has some) stay as they are: llama.cpp wants no items for heads
-        fields |= {"block_count": fields["block_count"] + num_heads, HEADS: num_heads}
+        fields |= {"block_count": fields["block_count"] + num_heads, NEXTN: num_heads}
     for key, value in fields.items():
         add[type(value)](f"{architecture.name}.{key}", value)
 
@@ -215,7 +215,7 @@ def _parts(
                 None if weighs is None else _in_file(weighs, transform, i, tuple(shape)),
             )
     # Some architectures have a tensor that no parameter stands for
-    factors = architecture.factors(config)
+    factors = architecture.rope_factors(config)
     if factors is not None:
         named[FREQUENCIES] = StoredTensor(tuple(factors.shape), torch.float32, lambda: factors), None, None
     return named

@@ -6,8 +6,10 @@ import struct
 
 import pytest
 import torch
+import transformers
 
 from fmoe_ext.checkpoint import CheckpointError
+from fmoe_ext.gguf import architecture_for, config_of, metadata, open_gguf
 from tests.finetune.streamed_models import split_gguf
 from tests.formats import test_gguf_routing
 from tests.formats.test_gguf_keys import rewritten, streamed
@@ -57,6 +59,29 @@ def test_layer_that_is_no_number_is_one_error(files, tmp_path):
     file = rewritten(original, tmp_path / "model.gguf", {}, lambda _, data: (data, None), renamed={full: odd})
     with pytest.raises(CheckpointError, match=r"model\.gguf has no blk\.N\.ffn_down_exps\.weight"):
         streamed(file)
+
+
+def test_tensor_of_tokens_that_is_missing_is_called_a_tensor(files, tmp_path):
+    _, _, original = files("exaone_moe")
+    renamed = {"token_embd.weight": "token_embd.weights"}
+    file = rewritten(original, tmp_path / "model.gguf", {}, renamed=renamed)
+    with pytest.raises(CheckpointError, match=r"model\.gguf has no tensor token_embd\.weight$"):
+        streamed(file)
+
+
+def test_model_type_that_transformers_lacks_is_not_a_fault_of_the_file(files, monkeypatch):
+    class Later(architecture_for("exaone_moe").__class__):
+        model_type = "exaone_moe_2"
+
+        def accepts(self, fields):
+            return True
+
+    monkeypatch.setattr(metadata, "ARCHITECTURES", (Later,))
+    said = (
+        rf"transformers {re.escape(transformers.__version__)} has no model type exaone_moe_2: pip install -U"
+    )
+    with pytest.raises(CheckpointError, match=said):
+        config_of(open_gguf(files("exaone_moe")[2]))
 
 
 @pytest.mark.parametrize("name", LATEST)

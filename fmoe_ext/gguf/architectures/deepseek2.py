@@ -93,7 +93,7 @@ class DeepseekV3(DeepseekV2):
         {**DeepseekV2.keys, "expert_group_count": "n_group", "expert_group_used_count": "topk_group"}
     )
     defaults = MappingProxyType({**DeepseekV2.defaults, "num_mtp_layers": 0})
-    has_heads = True
+    has_mtp = True
 
 
 class Glm4MoeLite(DeepseekV3):

@@ -17,7 +17,7 @@ class ExaoneMoe(Architecture):
     read = (_PATTERN,)
     needs = ("expert_gating_func", "attention.sliding_window")
     fixed = MappingProxyType({"tie_word_embeddings": False})
-    has_heads = True
+    has_mtp = True
 
     def layer_types(self, fields: Fields, num_layers: int) -> list[str]:
         windows = fields.get(_PATTERN, [(i + 1) % 4 != 0 for i in range(num_layers)])

@@ -127,7 +127,7 @@ class Gemma4(Architecture):
             found["feed_forward_length"] = [width * (2 if i >= first > 0 else 1) for i in layers]
         return found
 
-    def factors(self, config: Any) -> Tensor:
+    def rope_factors(self, config: Any) -> Tensor:
         full = config.rope_parameters[_FULL]
         # [head_dim / 2]: a factor for each frequency
         part = full.get("partial_rotary_factor", 1.0) if full["rope_type"] == "proportional" else 1.0

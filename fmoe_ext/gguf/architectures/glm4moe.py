@@ -12,7 +12,7 @@ class Glm4Moe(Architecture):
     model_type = "glm4_moe"
     keys = MappingProxyType({"leading_dense_block_count": "first_k_dense_replace"})
     defaults = MappingProxyType({"num_mtp_layers": 0})
-    has_heads = writes_heads = True
+    has_mtp = writes_heads = True
     has_biases = True
     rotates_part = True
 

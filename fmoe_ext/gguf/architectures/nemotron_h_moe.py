@@ -40,7 +40,7 @@ class NemotronHMoe(Architecture):
     fixed = MappingProxyType(
         {"mlp_hidden_act": "relu2", "use_conv_bias": True, "use_bias": False, "mlp_bias": False}
     )
-    has_heads = True
+    has_mtp = True
     rotates_pairs = True
     attention_block = "mixer"
 

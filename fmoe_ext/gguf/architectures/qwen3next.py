@@ -55,7 +55,7 @@ class Qwen3Next(Architecture):
     needs = ("rope.dimension_count",)
     defaults: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
     fixed: MappingProxyType[str, Any] = MappingProxyType({"norm_topk_prob": True})
-    has_heads = True
+    has_mtp = True
     rotates_part = True
 
     def config(self, fields: Fields, shapes: Shapes, factors: Tensor | None) -> Values:
