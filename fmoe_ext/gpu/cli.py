@@ -48,4 +48,4 @@ def run(target: Target, limit: float, budget: float, missing: bool = False) -> i
             file=sys.stderr,
         )
         return 2
-    return 1 if proof.named("failed") else 0
+    return 1 if proof.in_state("failed") else 0

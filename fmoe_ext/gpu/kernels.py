@@ -153,7 +153,7 @@ def choose(mode: str, all_kernels: Iterable[str], proof: Proof | None, device: i
         if mode == "proved":
             raise RuntimeError(f"{text}; FMOE_GPU_KERNELS=torch takes torch's grouped_mm")
         return Choice(frozenset(), torch=True, warning=f"{text}: torch's grouped_mm is used")
-    used = {name for state in gpu_proof.USED for name in proof.named(state)}
+    used = {name for state in gpu_proof.USED for name in proof.in_state(state)}
     wins = frozenset(win.where for win in proof.torch_wins)
     return Choice(frozenset(all_kernels) & used, torch_wins=wins)
 
@@ -186,8 +186,8 @@ def race(device: int, key: Key) -> None:
 
 def _is_first(key: Key) -> bool:
     """Return False if a process started the races less than _PATIENCE ago, or the folder cannot be written."""
-    mark = cache_folder() / f"{key.name()}.racing"
     try:
+        mark = cache_folder() / f"{key.name()}.racing"
         mark.parent.mkdir(parents=True, exist_ok=True)
         if mark.exists() and time.time() - mark.stat().st_mtime > _PATIENCE:
             mark.unlink(missing_ok=True)

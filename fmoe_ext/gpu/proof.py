@@ -5,9 +5,10 @@
      "races": [...], "torch_wins": [...]}
 
 There is one file for each model of GPU. A verdict holds for the sources that the kernel was built from (sources): an
-edit voids the verdicts of the kernels that it reaches. That a kernel is right holds for all GPUs of a compute
-capability, how fast it is for one model only. A GPU without a file of its own takes one of its capability, until it has
-raced itself (race() of kernels.py). Driver and torch are noted for people, and not compared.
+edit voids the verdicts of the kernels that it reaches. A race times an operation with a kernel, without it, and by
+torch's grouped_mm. Whether a kernel is right is the same for all GPUs of a compute capability; how fast it is, is known
+for one model only. A GPU without a file of its own uses one of its capability until its own races are done (race() of
+kernels.py). Driver and torch are recorded for readers and never compared.
 """
 
 import json
@@ -24,11 +25,12 @@ import torch
 from fmoe_ext import _env
 
 _FORMAT = 4  # of the file; others are not read
-SHIPPED = Path(__file__).parent / "proofs"  # taken by us; one in the cache folder goes before it
+SHIPPED = Path(__file__).parent / "proofs"  # made by us; a file in the cache folder has precedence
 PORTABLE = "portable"  # the name of the portable kernels among those of a proof
-# slow: right, but its products are computed faster without it
+# proved: right, and fastest; beaten: right, but torch is faster; failed: wrong, or it crashed; slow: right, but its
+# products are computed faster without it; untested
 _STATES = ("proved", "beaten", "failed", "slow", "untested")
-USED = ("proved", "beaten")  # beaten: right, but torch is faster; used where torch's product cannot be
+USED = ("proved", "beaten")  # a beaten kernel computes what torch's product cannot
 # (class of the rows an expert has on average, where it begins), as kRowsClasses in cuda/select.h
 ROWS = (
     ("thousands", 1024),
@@ -79,7 +81,7 @@ class TorchWin:
     """A class of problems in which torch's grouped_mm computes a product faster than our kernels, with both times."""
 
     product: str  # of kTorchProducts in cuda/select.h
-    numbers: str  # "16 bits" (raced in bfloat16) or "tf32"
+    numbers: str  # its precision: "16 bits" (raced in bfloat16) or "tf32"
     rows: str  # of ROWS
     ms: float
     torch_ms: float
@@ -124,8 +126,8 @@ class Proof:
             ),
         )
 
-    def named(self, state: str) -> dict[str, str]:
-        """Return {kernel: reason} of one state, in the order of cuda/select.h."""
+    def in_state(self, state: str) -> dict[str, str]:
+        """Return {kernel: reason} of the kernels in a state, in the order of cuda/select.h."""
         return {name: v.reason for name, v in self.verdicts.items() if v.state == state}
 
     def save(self) -> Path:
@@ -153,8 +155,12 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
     Files are tried in this order: of this model in the cache folder, of this model in the package, of others of its
     compute capability. Warns if one of this model's cannot be read.
     """
-    own = (key.path(), SHIPPED / key.name())
-    others = (path for folder in (cache_folder(), SHIPPED) for path in sorted(folder.glob("*.json")))
+    try:
+        folders = [cache_folder(), SHIPPED]
+    except OSError:  # no home directory
+        folders = [SHIPPED]
+    own = [folder / key.name() for folder in folders]
+    others = (path for folder in folders for path in sorted(folder.glob("*.json")))
     for path in dict.fromkeys((*own, *others)):
         try:
             content = json.loads(path.read_text())
@@ -187,13 +193,15 @@ def load(key: Key, sources: Mapping[str, str]) -> Proof | None:
 
 
 def cache_folder() -> Path:
-    """Return the folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache."""
-    home = _env.get("XDG_CACHE_HOME")
-    return (Path(home) if home else Path.home() / ".cache") / "fmoe_ext" / "gpu"
+    """Return the folder of the files: fmoe_ext/gpu in XDG_CACHE_HOME, or in ~/.cache; OSError without a home."""
+    try:
+        return Path(_env.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fmoe_ext" / "gpu"
+    except RuntimeError as error:  # HOME is unset, and the system does not know the user
+        raise FileNotFoundError(str(error)) from None
 
 
 def taken_with() -> str:
-    """Name the driver and the torch of this process, for people."""
+    """Name the driver and the torch of this process, for readers."""
     return f"driver {driver_version()}, torch {torch.__version__}"
 
 
@@ -223,29 +231,29 @@ def report(proof: Proof) -> str:
             rows.append((f"{race.operation} ({race.shape})", race.kernel, *times))
         lines += [*_table(rows), ""]
     lines += [_torch_win(win) for win in proof.torch_wins] + [""] * bool(proof.torch_wins)
-    counts = [(state, len(proof.named(state))) for state in _STATES]
+    counts = [(state, len(proof.in_state(state))) for state in _STATES]
     lines.append(", ".join(f"{count} {state}" for state, count in counts if count))
     return "\n".join(lines)
 
 
 def summary(proof: Proof) -> list[str]:
     """Write one line of what is used, and one for each kernel that is not, with the reason."""
-    used = [name for name in proof.named("proved") if name != PORTABLE]
-    lines = [
-        f"proved {proof.date} with {proof.taken_with}: {', '.join(used) or 'the portable kernels alone'}"
-    ]
+    used = ", ".join(name for state in USED for name in proof.in_state(state) if name != PORTABLE)
+    if PORTABLE in proof.in_state("failed"):  # as choose() of kernels.py
+        used = "torch's grouped_mm alone"
+    lines = [f"proved {proof.date} with {proof.taken_with}: {used or 'the portable kernels alone'}"]
     if proof.is_of_another:
         lines.append(f"on another GPU of its compute capability, {proof.key.gpu}: not raced here yet")
     lines += [_torch_win(win) for win in proof.torch_wins]
     for state in _STATES[1:]:
         word = state if state in USED else f"off, {state}"
-        lines += [f"{word}: {name} ({reason})" for name, reason in proof.named(state).items()]
+        lines += [f"{word}: {name} ({reason})" for name, reason in proof.in_state(state).items()]
     return lines
 
 
 def _torch_win(win: TorchWin) -> str:
-    rows = f"{win.rows} of rows" if win.rows != "few" else "few rows"
-    where = f"{win.product}, {win.numbers}, {rows} an expert"
+    bounds = {"few": "under 64", "hundreds": "64 to 1023", "thousands": "1024 or more"}
+    where = f"{win.product}, {win.numbers}, {bounds.get(win.rows, win.rows)} rows per expert"
     return f"torch's product for {where}: {win.torch_ms:.3f} ms, ours {win.ms:.3f}"
 
 

@@ -80,7 +80,7 @@ def test_torch_takes_what_it_computes_faster():
     reason = "torch is faster in all of its races: up (16 bits, few) takes 8.000 ms, 7.000 ms by torch"
     assert proof.verdicts["up.a"].reason == reason
     text = summary(proof)
-    assert "torch's product for up, 16 bits, few rows an expert: 7.000 ms, ours 8.000" in text
+    assert "torch's product for up, 16 bits, under 64 rows per expert: 7.000 ms, ours 8.000" in text
     assert f"beaten: up.a ({reason})" in text
     choice = gpu_kernels.choose("auto", list(KERNELS), proof)
     assert "up/16 bits/few" in choice.torch_wins and "up.a" in choice.kernels
@@ -321,7 +321,7 @@ def test_command(tmp_path, monkeypatch, capfd):
     assert "3 proved, 1 failed, 1 slow, 1 untested" in out
     key = gpu_proof.Key("Pretended GPU", 90)
     proof = gpu_proof.load(key, dict.fromkeys(("portable", *KERNELS), "0123"))
-    assert proof.named("proved").keys() == {"portable", "rows_by_weight.a", "grad_weight.a"}
+    assert proof.in_state("proved").keys() == {"portable", "rows_by_weight.a", "grad_weight.a"}
     assert proof.races and proof.races[0].torch_ms == TORCH_MS
 
 

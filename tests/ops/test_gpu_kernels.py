@@ -463,7 +463,7 @@ def test_shipped_proof_of_an_h200_serves_its_compute_capability(cache):
     sources = {"portable": digests["portable"], **{name: digests[file] for name, file in entries.items()}}
     assert len(sources) == 8
     own = gpu_proof.load(Key("NVIDIA H200", 90), sources)
-    assert set(own.named("proved")) == set(sources) and not own.is_of_another and own.races
+    assert set(own.in_state("proved")) == set(sources) and not own.is_of_another and own.races
     assert gpu_proof.load(Key("NVIDIA H100 80GB HBM3", 90), sources).is_of_another
     assert gpu_proof.load(Key("NVIDIA A100-SXM4-80GB", 80), sources) is None
 
@@ -516,6 +516,24 @@ def test_cache_folder(monkeypatch, tmp_path):
     assert KEY.path().parent == tmp_path / ".cache" / "fmoe_ext" / "gpu"
 
 
+def test_without_a_home_the_package_s_proofs_are_used(monkeypatch, tmp_path):
+    def no_home():
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setattr(gpu_proof.Path, "home", no_home)
+    monkeypatch.setattr(gpu_proof, "SHIPPED", tmp_path)
+    assert load(KEY) is None
+    content = {**dataclasses.asdict(proof(**FOUND)), "format": 4}
+    content.pop("is_of_another")
+    (tmp_path / KEY.name()).write_text(json.dumps(content))
+    assert load(KEY) == proof(**FOUND)
+    with pytest.raises(OSError, match="home directory"):
+        proof(**FOUND).save()
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 40, 1 << 40))
+    gpu_kernels.race(0, KEY)  # starts nothing: there is no place to note it
+
+
 def test_driver_version(tmp_path):
     file = tmp_path / "version"
     file.write_text(
@@ -528,6 +546,16 @@ def test_driver_version(tmp_path):
 
 
 # ---- what python -m fmoe_ext.info says
+def test_summary_says_what_computes():
+    def first_line(**states):
+        return gpu_proof.summary(proof(**states))[0].rpartition(": ")[2]
+
+    assert first_line(**{**FOUND, "rows_by_weight.128x192": "beaten"}) == "up.128x256, rows_by_weight.128x192"
+    assert first_line(**dict.fromkeys(FOUND, "beaten")) == ", ".join(FOUND)
+    assert first_line(**dict.fromkeys(FOUND, "slow")) == "the portable kernels alone"
+    assert first_line(portable="failed", **FOUND) == "torch's grouped_mm alone"
+
+
 def test_info(switches):
     lines = info.gpu_kernels_in_use([KEY])
     assert lines == [
