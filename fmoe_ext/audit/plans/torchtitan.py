@@ -1,4 +1,4 @@
-"""torchtitan under the audit: parallelize() of a recipe returns a Decoder, with FSDP and experts over ranks."""
+"""torchtitan under the audit: a recipe's parallelize() returns a Decoder, with FSDP and experts over ranks."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import torch.distributed as dist
 from torch import nn
 from torchtitan.tools import utils
 
-utils.device_type = "cpu"  # before others read it: torchtitan takes CUDA where it finds no device
+# set before other modules read it: torchtitan falls back to CUDA when it finds no device
+utils.device_type = "cpu"
 
 from torchtitan.distributed import ParallelDims  # noqa: E402
 from torchtitan.distributed.utils import set_spmd_backend  # noqa: E402
@@ -26,8 +27,9 @@ class Decoder(Parallel):
     """model after parallelize(model, dims), every rank with its own part of each batch.
 
     parallelize: calls torchtitan's function, such as parallelize_deepseekv3 or apply_fsdp_to_decoder, with the
-    ParallelDims of sizes (ep=2, dp_replicate=1, ...). Losses are divided by the ranks, because torchtitan's FSDP sums
-    gradients. Raises AuditError for tensor, context and pipeline parallelism, which it has for CUDA alone.
+    ParallelDims of sizes (ep=2, dp_replicate=1, ...). It changes the model in place; its result is ignored. Losses are
+    divided by the ranks, because torchtitan's FSDP sums gradients. Raises AuditError for tensor, context and pipeline
+    parallelism, which torchtitan supports on CUDA only.
     """
 
     def __init__(
@@ -37,7 +39,8 @@ class Decoder(Parallel):
         super().__init__(model, (dist.get_rank(), world))
         if given := [f"{name}={sizes[name]}" for name in ("tp", "cp", "pp") if sizes.get(name, 1) > 1]:
             raise AuditError(
-                f"{', '.join(given)}: torchtitan is audited with data and expert parallel ranks alone"
+                f"{', '.join(given)}: only data and expert parallelism of torchtitan can be audited on the CPU: "
+                "set these to 1"
             )
         set_spmd_backend(_BACKEND)
         replicas = sizes.setdefault("dp_replicate", 1)
