@@ -213,15 +213,16 @@ def test_other_packings_are_refused(name, said, tmp_path):
     "options, said",
     [
         (["--to", "packed"], "--to packed needs --text or --tokens"),
-        (["--to", "packed", "--dtype", "float32"], "--dtype is of float weights"),
+        (["--to", "packed", "--dtype", "float32"], "--dtype is for float weights"),
         (["--to", "packed", "--rounding", "nearest", "--text", "a"], "--rounding nearest reads no text"),
         (
             ["--to", "packed", "--tokens", "a", "--tokenizer", "b"],
             "--tokenizer would have no effect: --tokens",
         ),
         (["--to", "packed", "--rounding", "nearest", "--seq-len", "9"], "--seq-len would have no effect"),
-        (["--force"], "--force are for --to packed"),
-        (["--memory", "1GiB", "--held-out", "0.5"], "--memory, --held-out are for --to packed"),
+        (["--to", "packed", "--rounding", "nearest", "--force"], "--force would have no effect"),
+        (["--force"], "only --to packed takes --force"),
+        (["--memory", "1GiB", "--held-out", "0.5"], "only --to packed takes --memory, --held-out"),
     ],
 )
 def test_options_that_exclude_each_other(options, said, tmp_path):

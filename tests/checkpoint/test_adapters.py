@@ -569,3 +569,28 @@ def test_layers_without_experts_between_adapted_ones_are_no_problem(tmp_path):
     assert check(adapter)["problems"] == [text]
     assert check(adapter, ModelFolder(tmp_path / "sparse"))["problems"] == []
     assert check(adapter, ModelFolder(tmp_path / "whole"))["problems"] == [text]
+
+
+@pytest.mark.parametrize(
+    "made, layout, of_base",
+    [
+        ("gpt_oss", "per-expert", {"gate": ["gate_up"], "up": ["gate_up"], "down": ["down"]}),
+        ("qwen3_moe", "vllm", {"gate_up": ["gate", "up"], "down": ["down"]}),
+    ],
+    indirect=["made"],
+)
+def test_table_of_check_has_the_size_of_every_change(made, layout, of_base, tmp_path, capsys):
+    """of_base: {projection of the adapter: those of the base that are it, or hold it}."""
+    _, base_folder, folder, _, _ = made
+    convert(read_adapter(folder), layout, tmp_path / "there", ModelFolder(base_folder), check=False)
+    arguments = ["check", str(tmp_path / "there"), "--base", str(base_folder)]
+    arguments += [] if layout == "per-expert" else ["--packing", "rank_major"]
+    assert cli.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert cli.main(arguments) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert {row["projection"] for row in report["rows"]} == of_base.keys()
+    for row in report["rows"]:
+        (line,) = [x for x in lines if x.split()[:2] == [row["layer"], row["projection"]]]
+        shares = [x for role in of_base[row["projection"]] for x in report["delta"][row["layer"]][role]]
+        assert line.endswith(f"  {min(shares):.2g} to {max(shares):.2g}") and min(shares) > 0.01

@@ -1,4 +1,7 @@
-"""`fmoe adapter check|convert|merge FOLDER`: LoRA adapters of experts (docs/adapters.md)."""
+"""`fmoe adapter check|convert|merge FOLDER`: LoRA adapters of experts (docs/adapters.md).
+
+merge --to packed goes to repack.py; all else works on weights that are read as floats.
+"""
 
 import argparse
 import json
@@ -26,7 +29,7 @@ from fmoe_ext.finetune.adapters.repack import repack
 from fmoe_ext.finetune.text import read_tokens, tokenize
 from fmoe_ext.model_files import open_model
 
-# options of merge that --to packed alone reads, with their defaults
+# options that only merge --to packed reads, with their defaults
 _OF_PACKED: Mapping[str, Any] = MappingProxyType(
     {
         "text": None,
@@ -52,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             if options.to == "packed":
                 return _repack(adapter, options)
             if given := _given(options, *_OF_PACKED):
-                raise CheckpointError(f"{given} are for --to packed")
+                raise CheckpointError(f"only --to packed takes {given}")
         base = ModelFolder(local_path(options.base)) if options.base else None
         if base is not None:
             decode(base)  # packed weights read as floats from here on
@@ -74,8 +77,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if options.model and base is None:
             raise CheckpointError("--model needs --base FOLDER")
         if options.scratch and not options.model:
-            raise CheckpointError("--scratch is for --model, which merges into it: give both or neither")
-        # check; its --model needs a merged model, which is written to a folder for that time
+            raise CheckpointError("--scratch is read with --model alone: add --model, or leave it out")
+        # check; its --model needs a merged model, which is written to a temporary folder
         report = check(adapter, base)
         if options.model and base is not None and not report["problems"]:
             with tempfile.TemporaryDirectory(dir=options.scratch) as folder:
@@ -88,7 +91,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _given(options: argparse.Namespace, *names: str) -> str:
-    """Join the options of these names that have another value than by default; "" for none."""
+    """Join the options of these names that differ from their defaults; "" for none."""
     return ", ".join(f"--{n.replace('_', '-')}" for n in names if getattr(options, n) != _OF_PACKED[n])
 
 
@@ -96,14 +99,17 @@ def _repack(adapter: Adapter, options: argparse.Namespace) -> int:
     """Run merge --to packed -> 0."""
     has_text = options.text is not None or options.tokens is not None
     if options.dtype:
-        raise CheckpointError("--dtype is of float weights: --to packed keeps the format of the base")
+        raise CheckpointError("--dtype is for float weights: --to packed keeps the format of the base")
     if has_text == (options.rounding == "nearest"):
         raise CheckpointError(
-            "--to packed needs --text or --tokens, a text like that the model is for"
+            "--to packed needs --text or --tokens, a text of the kind the model will see, or --rounding nearest"
             if options.rounding == "calibrated"
             else "--rounding nearest reads no text: leave --text and --tokens out"
         )
-    unread = [*([] if options.text else ["tokenizer"]), *([] if has_text else ["seq_len", "held_out"])]
+    unread = [
+        *([] if options.text else ["tokenizer"]),
+        *([] if has_text else ["seq_len", "held_out", "force"]),
+    ]
     if given := _given(options, *unread):
         why = "--tokens has ids already" if has_text else "--rounding nearest reads no text"
         raise CheckpointError(f"{given} would have no effect: {why}")
@@ -143,14 +149,13 @@ def _as_text(report: dict[str, Any]) -> str:
     head = ("layer", "projection", "experts", "rank", "in", "out", "scaling", "idle", "delta / weight")
     rows = []
     for row in report["rows"]:
-        # sizes are of the base's projections: where those differ from the adapter's, of the first that is part of it
-        delta = report.get("delta", {}).get(row["layer"], {})
-        shares = delta.get(row["projection"]) or [s for r, s in delta.items() if r in row["projection"]][:1]
-        flat = shares[0] if shares and isinstance(shares[0], list) else shares
-        size = f"{min(flat):.2g} to {max(flat):.2g}" if flat else ""
+        # shares are of the base's projections, and one of two may have gate_up where the other has gate and up
+        delta, own = report.get("delta", {}).get(row["layer"], {}), row["projection"]
+        shares = [share for role, of in delta.items() if role in own or own in role for share in of]
+        size = f"{min(shares):.2g} to {max(shares):.2g}" if shares else ""
         idle = str(len(row["idle_experts"])) if "idle_experts" in row else "?"
         values = (row["experts"], row["rank"], row["in"], row["out"], f"{row['scaling']:g}", idle, size)
-        rows.append((row["layer"], row["projection"], *map(str, values)))
+        rows.append((row["layer"], own, *map(str, values)))
     lines += table(head, rows)
     if "logits" in report:
         lines += [
@@ -170,57 +175,73 @@ def _parser() -> argparse.ArgumentParser:
         "path", help="folder or name of the adapter: adapter_config.json and adapter_model.safetensors"
     )
     source.add_argument(
-        "--packing", choices=(RANK_MAJOR, EXPERT_MAJOR), help="of lora_B, if the file does not show it"
+        "--packing",
+        choices=(RANK_MAJOR, EXPERT_MAJOR),
+        help="packing of lora_B, if the file does not show it",
     )
     source.add_argument(
-        "--orientation", choices=("out_in", "in_out"), help="of lora_A, if the file does not show it"
+        "--orientation",
+        choices=("out_in", "in_out"),
+        help="orientation of lora_A, if the file does not show it",
     )
-    look = commands.add_parser("check", parents=[source], help="which layout, and what is wrong")
-    look.add_argument(
+    check_parser = commands.add_parser("check", parents=[source], help="which layout, and what is wrong")
+    check_parser.add_argument(
         "--base", help="folder or name of the model: compares shapes, prints the size of the delta"
     )
-    look.add_argument("--model", action="store_true", help="run the model with and without the adapter")
-    look.add_argument("--scratch", help="folder for the merged model of --model, the system's by default")
-    look.add_argument("--json", action="store_true", help="print everything, for each expert")
+    check_parser.add_argument(
+        "--model", action="store_true", help="run the model with and without the adapter"
+    )
+    check_parser.add_argument(
+        "--scratch", help="folder for the merged model of --model, the system's by default"
+    )
+    check_parser.add_argument("--json", action="store_true", help="print everything, for each expert")
 
-    change = commands.add_parser("convert", parents=[source], help="the same adapter in another layout")
-    change.add_argument("--to", required=True, choices=LAYOUTS)
-    change.add_argument(
+    convert_parser = commands.add_parser(
+        "convert", parents=[source], help="the same adapter in another layout"
+    )
+    convert_parser.add_argument("--to", required=True, choices=LAYOUTS)
+    convert_parser.add_argument(
         "--base", help="folder or name of the model, if the adapter does not say enough about it"
     )
-    change.add_argument(
+    convert_parser.add_argument(
         "--unchecked", action="store_true", help="do not ask the installed PEFT if it reads the same adapter"
     )
-    change.add_argument("-o", "--out", required=True, help="folder to write")
+    convert_parser.add_argument("-o", "--out", required=True, help="folder to write")
 
-    join = commands.add_parser(
+    merge_parser = commands.add_parser(
         "merge", parents=[source], help="add an adapter to its model, an expert at a time"
     )
-    join.add_argument("--base", required=True, help="folder or name of the model, which stays as it is")
-    join.add_argument(
-        "--dtype", choices=("bfloat16", "float32"), help="of the weights, the model's by default"
+    merge_parser.add_argument(
+        "--base", required=True, help="folder or name of the model, which stays as it is"
     )
-    join.add_argument("-o", "--out", required=True, help="folder to write")
+    merge_parser.add_argument(
+        "--dtype", choices=("bfloat16", "float32"), help="dtype of the weights, the model's by default"
+    )
+    merge_parser.add_argument("-o", "--out", required=True, help="folder to write")
     # --to packed, and what belongs to it
-    join.set_defaults(**_OF_PACKED)
-    join.add_argument("--to", choices=("packed",), help="pack the experts again, in the format of the base")
-    text = join.add_mutually_exclusive_group()
-    text.add_argument("--text", type=Path, help="UTF-8 text like that the model is for, to round by")
+    merge_parser.set_defaults(**_OF_PACKED)
+    merge_parser.add_argument(
+        "--to", choices=("packed",), help="pack the experts again, in the format of the base"
+    )
+    text = merge_parser.add_mutually_exclusive_group()
+    text.add_argument("--text", type=Path, help="UTF-8 text of the kind the model will see, to round by")
     text.add_argument("--tokens", type=Path, help="the same as token ids: .npy, or a JSON list")
-    join.add_argument("--tokenizer", help="folder or name of the tokenizer, the model's by default")
-    join.add_argument(
+    merge_parser.add_argument("--tokenizer", help="folder or name of the tokenizer, the model's by default")
+    merge_parser.add_argument(
         "--rounding",
         choices=("calibrated", "nearest"),
         help="nearest: without a text, for adapters trained by lora.fuse(quantize=)",
     )
-    join.add_argument("--memory", help='for the model while it reads, as "8GiB"')
-    join.add_argument("--seq-len", type=positive_int, help="tokens of a sequence, 512 by default")
-    join.add_argument(
+    merge_parser.add_argument("--memory", help='memory for the model while it reads the text, such as "8GiB"')
+    merge_parser.add_argument("--seq-len", type=positive_int, help="tokens of a sequence, 512 by default")
+    merge_parser.add_argument(
         "--held-out",
         type=float,
         help="share of the text to measure the error on, 0.25 by default",
     )
-    join.add_argument(
-        "--force", action="store_true", help="write a result that errs more than leaving the adapter out"
+    merge_parser.add_argument(
+        "--force",
+        action="store_true",
+        help="write the result even if it is worse than the base without the adapter",
     )
     return parser
