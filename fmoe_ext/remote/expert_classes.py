@@ -228,6 +228,9 @@ def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
         return Schema.of(samples, y, expert_class.keywords)
     if len({part.dtype for part in outputs}) != 1 or has_any_size:
         raise ValueError(f"the outputs of {expert_class.name} must have one dtype and fixed sizes")
+    if any(0 in part.shape for part in outputs):
+        shapes = [list(part.shape) for part in outputs]
+        raise ValueError(f"several outputs of {expert_class.name} must have no size of 0, but are {shapes}")
     flat = torch.cat([part.flatten(1) for part in outputs], dim=1)
     parts = [tuple(part.shape[1:]) for part in outputs]
     return Schema.of(samples, flat[0], expert_class.keywords, parts)

@@ -1,7 +1,7 @@
-"""Run one asyncio loop a process, on its own thread: all channels, servers and timers of fmoe_ext.remote live there.
+"""Run one asyncio loop per process, on its own thread: all channels, servers and timers of fmoe_ext.remote live there.
 
-Threads that train or serve call run(coroutine) and wait for the result. So a blocking API needs no loop of its callers,
-and connections are shared by all of them.
+Threads that train or serve call run(coroutine) and wait for the result. So callers of the blocking API need no loop of
+their own, and connections are shared by all of them. The commands wait for SIGTERM or SIGINT by end_signals().
 """
 
 import asyncio
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 from fmoe_ext.remote.errors import CallTimeout
 
 T = TypeVar("T")
-# by process id: a forked child finds its parent's, and no own one
+# by process id: a forked child finds its parent's entry, and none of its own
 _LOOPS: dict[int, asyncio.AbstractEventLoop] = {}
 
 
@@ -35,7 +35,7 @@ def submit(coroutine: Coroutine[Any, Any, T]) -> "concurrent.futures.Future[T]":
         )
     if loop is None:
         mine = asyncio.new_event_loop()
-        # of threads that come at once, one sets its own and starts it
+        # of several threads that come here at once, one stores its loop and starts it
         loop = _LOOPS.setdefault(os.getpid(), mine)
         if loop is mine:
             threading.Thread(target=loop.run_forever, name="fmoe-remote", daemon=True).start()
@@ -50,7 +50,7 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
     try:
         return future.result(timeout)
     except concurrent.futures.TimeoutError:
-        # the coroutine itself raised it: from Python 3.11 on, every TimeoutError is of this class
+        # from Python 3.11 on this is the builtin TimeoutError, which the coroutine may have raised itself
         if future.done():
             return future.result()
         future.cancel()
@@ -61,7 +61,7 @@ def run(coroutine: Coroutine[Any, Any, T], timeout: float | None = None) -> T:
 
 
 def end_signals() -> Callable[[float], bool]:
-    """Catch SIGTERM and SIGINT from now on -> wait(seconds): True once one came; wait(0.0) waits without end."""
+    """Catch SIGTERM and SIGINT from now on -> wait(seconds): True once one came; wait(0.0) waits for ever."""
     # Not a threading.Event: a handler may run while its own thread holds the event's lock, and then waits for itself,
     # for ever. A SimpleQueue may be filled in a handler.
     came: queue.SimpleQueue[int] = queue.SimpleQueue()

@@ -1,8 +1,8 @@
 """Schema: what an expert takes and returns, checked by the client before it sends and by the server before it computes.
 
-It is the dtype and shape of one *row* of each input and of the output, without the batch dimension; a size of 0 means
-any size. So ("F32", (0, 512)) is a float32 tensor [N, any, 512]. A server makes it of its expert class
-(expert_classes.find_schema); a client fetches it by Info, as JSON.
+A schema holds the dtype and shape of one *row* of each input and of the output, without the batch dimension; a size of
+0 means any size. So ("F32", (0, 512)) is a float32 tensor [N, any, 512]. A server derives it from its expert class
+(expert_classes.find_schema); a client fetches it by an Info call, as JSON.
 """
 
 import json
@@ -16,11 +16,11 @@ import torch
 from fmoe_ext.remote.wire import DTYPES, NAMES
 
 Row: TypeAlias = "tuple[str, tuple[int, ...]]"
-_MAX_SIZE = 1 << 40  # of a dimension in a schema that a server sends
+_MAX_SIZE = 1 << 40  # largest size accepted in a schema from a server
 
 
 class SchemaError(ValueError):
-    """Tensors are not what an expert takes; the text says what is expected and what was given."""
+    """Tensors, or a schema, are not what was agreed; the text says what is expected and what was given."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Schema:
     inputs: tuple[Row, ...]
     output: Row
     keywords: tuple[str, ...] = ()  # names of the last inputs, which are given by keyword
-    # shapes of several outputs, which are sent as one: flattened and side by side, [N, sum of their sizes]
+    # shapes of several outputs, without a size of 0; they are sent as one: flattened and side by side [N, sum of sizes]
     parts: tuple[tuple[int, ...], ...] = ()
 
     @classmethod
@@ -49,7 +49,7 @@ class Schema:
 
     @classmethod
     def from_text(cls, text: str) -> "Schema":
-        """Return the schema in a server's answer; SchemaError if it is none."""
+        """Return the schema in a server's answer; SchemaError if it is not one."""
         try:
             inputs, output, keywords, parts = json.loads(text)
             rows = [(NAMES[DTYPES[name]], _sizes(shape)) for name, shape in [*inputs, output]]
@@ -58,6 +58,8 @@ class Schema:
             schema = cls(tuple(rows[:-1]), rows[-1], tuple(keywords), tuple(map(_sizes, parts)))
             wide = sum(math.prod(part) for part in schema.parts)
             if len(schema.keywords) > len(inputs) or (schema.parts and rows[-1][1] != (wide,)):
+                raise ValueError
+            if any(0 in part for part in schema.parts):  # split() needs sizes
                 raise ValueError
         except (ValueError, KeyError, TypeError, RecursionError, OverflowError):
             raise SchemaError(f"the server's schema cannot be read: {text[:200]!r}") from None
@@ -70,7 +72,9 @@ class Schema:
         missing = [name for name in self.keywords if name not in keywords]
         unknown = sorted(keywords.keys() - set(self.keywords))
         if missing or unknown:
-            takes = ", ".join(self.keywords) or "none"
+            if not self.keywords:
+                raise SchemaError(f"{uid} takes no keywords, but got {', '.join(unknown)}")
+            takes = ", ".join(self.keywords)
             raise SchemaError(
                 f"{uid} takes the keywords {takes}; missing: {', '.join(missing) or 'none'}, "
                 f"unknown: {', '.join(unknown) or 'none'}"
@@ -107,12 +111,12 @@ class Schema:
         num_bytes = rows * math.prod(size or 1 for size in shape) * DTYPES[dtype].itemsize
         if num_bytes > most:
             raise SchemaError(
-                f"the output of {uid} for {rows} rows holds {num_bytes} bytes, at most {most} are sent "
-                "(--max_message_bytes of the server): send fewer rows a call"
+                f"the output of {uid} for {rows} rows would be {num_bytes} bytes, but the server sends at most {most} "
+                "(--max_message_bytes): send fewer rows per call"
             )
 
     def check_grad(self, grad: torch.Tensor, inputs: Sequence[torch.Tensor], uid: str) -> None:
-        """Raise SchemaError if grad is no gradient of the output for these inputs."""
+        """Raise SchemaError if grad is not a gradient of the output for these inputs."""
         _check_rows(grad, self.output, f"gradient for {uid}")
         if grad.shape[0] != inputs[0].shape[0]:
             raise SchemaError(
@@ -120,10 +124,10 @@ class Schema:
             )
 
     def check_output(self, y: torch.Tensor, num_rows: int, uid: str) -> None:
-        """Raise SchemaError if y is no output for num_rows rows."""
+        """Raise SchemaError if y is not an output for num_rows rows."""
         _check_rows(y, self.output, f"output of {uid}")
         if y.shape[0] != num_rows:
-            raise SchemaError(f"the output of {uid} has {y.shape[0]} rows for {num_rows}")
+            raise SchemaError(f"the output of {uid} has {y.shape[0]} rows, but {num_rows} were expected")
 
 
 def _sizes(shape: Any) -> tuple[int, ...]:
@@ -132,7 +136,7 @@ def _sizes(shape: Any) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def _check_rows(x: torch.Tensor, row: tuple[str, tuple[int, ...]], what: str) -> None:
+def _check_rows(x: torch.Tensor, row: Row, what: str) -> None:
     dtype, shape = row
     fits = x.dim() == len(shape) + 1 and all(
         want in (0, got) for want, got in zip(shape, x.shape[1:], strict=True)
@@ -151,7 +155,7 @@ def check_finite(tensors: Mapping[str, torch.Tensor], uid: str) -> None:
 
 def is_finite(x: torch.Tensor) -> bool:
     """True if no element is NaN or infinite."""
-    # a finite sum proves it in one pass without a copy; a sum may overflow, so an infinite one needs a second look
+    # a finite sum proves it in one pass without a copy; a sum may overflow, so one that is not needs a second look
     if not x.is_floating_point():
         return True
     total = x.sum(dtype=torch.promote_types(x.dtype, torch.float32))

@@ -67,6 +67,8 @@ INFO_LIES = {
     "schema is empty": info(""),
     "nested schema": info("[" * 4000),
     "parts that do not add up": info('[[["F32", [16]]], ["F32", [16]], [], [[3]]]'),
+    "part without a size": info('[[["F32", [16]]], ["F32", [0]], [], [[0]]]'),
+    "parts without a size": info('[[["F32", [16]]], ["F32", [16]], [], [[16], [16, 0]]]'),
     "keywords that are numbers": info('[[["F32", [16]]], ["F32", [16]], [3], []]'),
     "width is no number": info(hidden_dim="x"),
     "other width": info('[[["F32", [7]]], ["F32", [7]], [], []]'),

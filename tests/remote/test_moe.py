@@ -23,6 +23,7 @@ from fmoe_ext.remote import (
     register_expert_class,
 )
 from fmoe_ext.remote.beam_search import beam_search
+from fmoe_ext.remote.expert_classes import find_expert_class, find_schema
 
 D = 16
 FROZEN = Training("none")
@@ -350,6 +351,24 @@ def test_experts_with_keywords_and_several_outputs(serve):
     assert server.host.experts["expert.0"].version == 1
     with pytest.raises(SchemaError, match="takes the keywords scale, shift; missing: shift, unknown: offset"):
         expert(ours[0], scale=ours[1], offset=ours[2])
+    plain, _ = serve()
+    with pytest.raises(SchemaError, match=r"expert\.0 takes no keywords, but got shift$"):
+        RemoteExpert("expert.0", plain.endpoint)(ours[0], shift=ours[2])
+
+
+def test_several_outputs_without_a_size_are_refused():
+    """The rows that are sent could not be split into them."""
+
+    @register_expert_class("test_empty_output", lambda hidden_dim: torch.empty(hidden_dim))
+    class Empty(torch.nn.Linear):
+        def __init__(self, hidden_dim):
+            super().__init__(hidden_dim, 4)
+
+        def forward(self, x):
+            return super().forward(x), x[:, :0]
+
+    with pytest.raises(ValueError, match=r"no size of 0, but are \[\[1, 4\], \[1, 0\]\]"):
+        find_schema(find_expert_class("test_empty_output"), D)
 
 
 @pytest.mark.parametrize("row", [(), (7,)], ids=["a number a row", "a sequence a row"])

@@ -19,7 +19,16 @@ import pytest
 import safetensors.torch
 import torch
 
-from fmoe_ext.remote import Client, Options, RemoteError, RemoteExpert, Server, Settings
+from fmoe_ext.remote import (
+    Client,
+    DeclaredExperts,
+    Options,
+    RemoteError,
+    RemoteExpert,
+    Server,
+    Settings,
+    StaticList,
+)
 from fmoe_ext.remote.server.checkpoints import Checkpoints
 from fmoe_ext.remote.server.main import main, make_server
 from fmoe_ext.remote.server.options import parse
@@ -188,7 +197,7 @@ def test_experts_without_a_leader_are_not_called_active(caplog):
     with caplog.at_level("INFO", "fmoe_ext.remote"), Server(Options(hidden_dim=D), Waiting()):
         assert "Got 1 active experts of type ffn: ['expert.1']" in caplog.text
         assert (
-            "Keeps 2 more, which another server leads or nobody yet: ['expert.0', 'expert.2']" in caplog.text
+            "Hosts 2 more, led by another server or not yet by any: ['expert.0', 'expert.2']" in caplog.text
         )
 
 
@@ -201,6 +210,28 @@ def test_busy_port_ends_with_one_sentence(start_server):
         assert other.wait() == 2
     assert f"cannot listen on {endpoint}" in other.path.read_text()
     assert "Traceback" not in other.path.read_text()
+
+
+def test_server_that_did_not_start_can_be_stopped_and_one_that_did_starts_once():
+    """The stop() hid why the start had failed; a second start() took another port, which stayed open."""
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        endpoint = f"127.0.0.1:{taken.getsockname()[1]}"
+        server = Server(Options(hidden_dim=D, listen_on=endpoint), DeclaredExperts(StaticList()))
+        with pytest.raises(OSError, match=f"cannot listen on {endpoint}"):
+            server.start()
+        server.stop()
+    try:
+        server.start()  # the port is free now
+        before = server.endpoint
+        with pytest.raises(RuntimeError, match="a Server starts once: make another one"):
+            server.start()
+        assert server.endpoint == before
+    finally:
+        server.stop()
+    with pytest.raises(RuntimeError, match="starts once"):
+        server.start()
 
 
 def test_flags_of_the_issue_and_config(tmp_path):

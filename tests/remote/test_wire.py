@@ -294,6 +294,6 @@ def test_rows_of_a_call_are_bounded_by_bytes_where_no_number_is_given(serve):
     assert nop(torch.zeros(1 << 21, 1)).shape == (1 << 21, 1)
     few, _ = serve(expert_cls="nop", hidden_dim=1, max_message_bytes=64 << 10)
     with pytest.raises(
-        Refused, match=r"for 8193 rows holds 32772 bytes, at most 32768 are sent \(--max_mess"
+        Refused, match=r"for 8193 rows would be 32772 bytes, but the server sends at most 32768 "
     ):
         RemoteExpert("expert.0", few.endpoint)(torch.zeros(8193, 1))

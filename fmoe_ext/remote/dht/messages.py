@@ -1,12 +1,12 @@
-"""Encode and decode the messages between DHT nodes: JSON, of which each part is checked and bounded before it is used.
+"""Encode and decode the messages between DHT nodes: JSON, each part of which is checked and bounded before it is used.
 
     Ping {}        -> {}
     Find {keys}    -> {found: {key: {peers, records}}}      keys are left out when the answer becomes too long
-    Store {items}  -> {refused: [null or {reason, record}]}  one entry an item; null: it is kept
+    Store {items}  -> {refused: [null or {reason, record}]}  one entry per item; null: it was kept
     every message  {id, time}         the sender's id, and the network's time as the sender has it
     every request  {endpoint, nonce}  where the sender listens: "" for nowhere, ":port" for "the address that you see"
-An answer is *sealed*: before its JSON stand the node's public key (32 bytes), from which its id follows, and a
-signature of the nonce and the answer (64 bytes). So a node can answer neither in another's name nor by an old answer.
+An answer is *sealed*: the node's public key (32 bytes), from which its id follows, and a signature of the nonce and the
+answer (64 bytes) precede its JSON. So a node can neither answer in another's name nor repeat an old answer.
 """
 
 import functools
@@ -38,8 +38,8 @@ PING, FIND, STORE = "Ping", "Find", "Store"
 METHODS = (PING, FIND, STORE)
 MAX_KEYS = 64  # in one Find
 MAX_ITEMS = 64  # in one Store
-MAX_ANSWER_BYTES = 8 << 20  # one prefix with as many experts as it may have
-FULL_ANSWER_BYTES = 1 << 20  # of an answer, beyond which it has no further key
+MAX_ANSWER_BYTES = 8 << 20  # room for one prefix with the most experts it may have
+FULL_ANSWER_BYTES = 1 << 20  # once an answer is longer than this, no further key is added
 MAX_REQUEST_BYTES = 512 << 10
 _MAX_REASON = 300  # characters
 _MAX_KNOWN_PEERS = 4096  # whose id and endpoint are not parsed again
@@ -142,7 +142,7 @@ def _sealed(answer: bytes, nonce: str) -> bytes:
 
 
 def decode_request(data: bytes) -> Request:
-    """Return the request in bytes from anywhere; BadMessage if it is none."""
+    """Return the request in bytes from anywhere; BadMessage if it is not one."""
     body = _load(data, MAX_REQUEST_BYTES)
     endpoint, nonce = body.get("endpoint"), body.get("nonce", "")
     is_port = isinstance(endpoint, str) and _PORT.fullmatch(endpoint) and 0 < int(endpoint[1:]) < 1 << 16
@@ -168,7 +168,7 @@ def decode_request(data: bytes) -> Request:
 
 
 def decode_answer(data: bytes) -> Answer:
-    """Return the answer in bytes from anywhere; BadMessage if it is none. Forged records in it are left out."""
+    """Return the answer in bytes from anywhere; BadMessage if it is not one. Forged records in it are left out."""
     body = _load(data, MAX_ANSWER_BYTES)
     found = body.get("found", {})
     if not isinstance(found, dict) or len(found) > MAX_KEYS:
@@ -228,19 +228,19 @@ def _dump_header(header: Header) -> dict[str, Any]:
 
 def _load_header(body: Mapping[str, Any], endpoint: str = "") -> Header:
     moment: Any = body.get("time")
-    if type(moment) not in (int, float) or not 0 <= moment < 1e12:  # NaN fails it
-        raise BadMessage(f"time must be seconds since 1970, but got {str(moment)[:100]}")
+    if type(moment) not in (int, float) or not 0 <= moment < 1e12:  # NaN is refused too: it compares False
+        raise BadMessage(f"time must be seconds since 1970, but got {str(moment)[:100]!r}")
     return Header(_load_id(body.get("id")), float(moment), endpoint)
 
 
 def _list(name: str, value: Any, max_length: int) -> list[Any]:
     if not isinstance(value, list) or len(value) > max_length:
-        raise BadMessage(f"{name} must be a list of at most {max_length}")
+        raise BadMessage(f"{name} must be a list of at most {max_length} entries")
     return value
 
 
 def _load_record(value: Any) -> SignedRecord:
-    """Return the record; BadMessage if it is no pair of texts, BadRecord if they are no record."""
+    """Return the record; BadMessage if it is not a pair of texts, BadRecord if they are not a record."""
     if not isinstance(value, list) or len(value) != 2 or not all(isinstance(text, str) for text in value):
         raise BadMessage("a record must be [payload, signature]")
     return read_record(*value)

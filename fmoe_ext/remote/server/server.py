@@ -3,7 +3,7 @@
     ExpertHost, ComputeThread   the experts, and the thread that computes them
     ExpertService, Guard        the methods on the port, and who may call them
     Placement                   which experts are hosted and published: DeclaredExperts or ReplicatedExperts
-    Saver, Pages                checkpoints, and the status page; both optional
+    Saver, Pages                checkpoints, if a folder is given, and the status page, which is served if http_on is
 A start reads checkpoints and takes uids before the port opens, so that no call finds an expert half loaded. A stop
 gives uids away before the port closes, so that another server takes over while calls still end, and then saves.
 """
@@ -41,14 +41,21 @@ _DRAIN_SECONDS = 5.0  # for calls under way when the server stops
 class Placement(Protocol):
     """Decides which experts a server hosts, and publishes it: DeclaredExperts or ReplicatedExperts."""
 
-    async def start(self, server: "Server") -> None: ...
-    async def stop(self) -> None: ...
+    async def start(self, server: "Server") -> None:
+        """Host experts by server.add_experts(), and publish them."""
+
+    async def stop(self) -> None:
+        """Withdraw them, so that other servers take over."""
+
     def describe(self, uid: str) -> dict[str, str]:
         """Return protocol.ROLE, TERM and COMMITTED of this server for an expert, or nothing."""
 
 
 class Server:
-    """A server of experts: start() serves, stop() hands over and ends for good; from any thread. A context manager."""
+    """A server of experts: start() serves, stop() hands over and ends it for good, so that a Server starts once.
+
+    Both may be called from any thread but the loop's. Also a context manager.
+    """
 
     def __init__(self, options: Options, placement: Placement):
         self.options, self.placement = options, placement
@@ -56,7 +63,7 @@ class Server:
         expert_class = find_expert_class(options.expert_cls)
         learning = options.training, options.device, options.seed
         self.host = ExpertHost(expert_class, options.hidden_dim, *learning)
-        # one peer has half of the queue at most; a batch must fit in one message, as an update to followers
+        # one peer has half of the queue at most; a batch must fit in one message, as followers get it as one update
         bounds = options.max_waiting, max(1, options.max_waiting // 2), options.max_batch_size
         self.queue = FairQueue(*bounds, body_bytes(options.max_message_bytes))
         self.compute = ComputeThread(self.host, self.queue)
@@ -77,7 +84,7 @@ class Server:
         self.pages = Pages(self.status, metrics)
         self._endpoint = ""
         self._attachment: Attachment | None = None
-        self._has_stopped = False
+        self._has_begun = self._has_stopped = False
         self._tasks: list[asyncio.Task[None]] = []
         self._grpc: grpc.aio.Server | None = None
         experts = self.host.experts
@@ -112,10 +119,12 @@ class Server:
     # ---------------------------------------------------------------- life
 
     async def _start(self) -> None:
+        if self._has_begun:
+            raise RuntimeError("a Server starts once: make another one")
         # 1. take a port, on which nothing is answered yet
         self._grpc = grpc.aio.server(
             options=protocol.server_options(self.options.max_message_bytes),
-            # max_waiting calls may wait for memory and as many for the device; the other half are read, or answered
+            # max_waiting calls may wait for memory and as many for the device; the rest are being read or answered
             maximum_concurrent_rpcs=4 * self.options.max_waiting,
         )
         self._grpc.add_generic_rpc_handlers((self.service.handlers(),))
@@ -130,6 +139,7 @@ class Server:
             raise OSError(text) from None
         self._endpoint = self.options.announce or _announced(self.options.listen_on, port)
         # 2. checkpoints, relay, experts, and then the port opens
+        self._has_begun = True
         self.compute.start()
         try:
             if self.checkpoints is not None:
@@ -161,7 +171,7 @@ class Server:
                 waiting.append(uid)
         log.info("Got %d active experts of type %s: %s", len(active), self.options.expert_cls, active)
         if waiting:
-            log.info("Keeps %d more, which another server leads or nobody yet: %s", len(waiting), waiting)
+            log.info("Hosts %d more, led by another server or not yet by any: %s", len(waiting), waiting)
 
     def add_handlers(self, handlers: grpc.GenericRpcHandler) -> None:
         """Add methods to the port, before it opens."""
@@ -169,7 +179,7 @@ class Server:
         self._grpc.add_generic_rpc_handlers((handlers,))
 
     async def _stop(self, save: bool = True) -> None:
-        if self._has_stopped:
+        if self._has_stopped or not self._has_begun:
             return
         self._has_stopped = True
         for task in self._tasks:
@@ -193,8 +203,8 @@ class Server:
     async def add_experts(self, uids: Sequence[str]) -> None:
         """Host experts, from their checkpoints where there are some, otherwise with the weights they start from.
 
-        A damaged checkpoint is set aside if the experts are replicated, for other servers may have them; otherwise it
-        raises Damaged.
+        Raises Damaged for a damaged checkpoint, unless the experts are replicated: then it is set aside, since other
+        servers may have a copy.
         """
         # read on another thread, and put into the experts between two batches
         uids = [uid for uid in uids if uid not in self.host.experts]
@@ -217,7 +227,7 @@ class Server:
 
         def add() -> None:
             self.host.add(uids)
-            # a recovery then waits for a better copy; 1: the version is unknown
+            # so that a recovery waits for a better copy; 1 if the version is unknown
             for uid, error in damaged.items():
                 self.host.find(uid).ledger.lacks = error.version or 1
             for state in states:
@@ -239,7 +249,7 @@ class Server:
             await self.saver.save()
 
     def describe(self, uid: str) -> dict[str, str]:
-        """Return role, term, versions and waiting calls of an expert, for Info and the status page."""
+        """Return an expert's role, term, versions, waiting calls and failed save, for Info and the status page."""
         saved = {} if self.saver is None else self.saver.describe(uid)
         return self.placement.describe(uid) | saved | {protocol.WAITING: str(self.queue.count(uid))}
 

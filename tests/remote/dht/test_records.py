@@ -323,6 +323,8 @@ def test_forged_record_in_an_answer_has_no_effect():
         (b"9" * 10_000, "JSON"),
         (b"{}", "time|endpoint"),
         (b'{"endpoint": "", "time": NaN}', "time"),
+        # quoted, because the text is logged, and sent to the peer, in UTF-8
+        (rb'{"endpoint": "", "time": "\ud800\n"}', r"time .* but got '\\ud800\\n'$"),
         (b'{"endpoint": "", "time": 1' + b"0" * 400 + b"}", "time"),
         (b'{"endpoint": "", "time": 1}', "id must be"),
         (b" " * (9 << 20), "at most"),
