@@ -180,7 +180,9 @@ def test_sizes_that_are_not_there(tmp_path, ours):
         entry = manifest["tensors"][KEY]
         entry["shape"] = entry["chunks"][0][1] = [2**30, 2**10]
 
-    refused(sign(ours, huge), tmp_path / "out", r"a chunk \[1073741824, 1024\] of float64 cannot be in \d+ bytes")
+    refused(
+        sign(ours, huge), tmp_path / "out", r"a chunk \[1073741824, 1024\] of float64 cannot be in \d+ bytes"
+    )
 
 
 CHUNKS = {
