@@ -15,7 +15,6 @@ import functools
 import pickle
 import re
 import shutil
-import zipfile
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from fmoe_ext.checkpoint.files import (
     check_torch_file,
     explained,
     inside,
+    is_zip_of_torch,
     locked,
     made_folder,
     publish,
@@ -287,9 +287,9 @@ def load_file(path: Path, trust: bool) -> dict[Any, Any]:
     ]
     try:
         # mapped, a tensor is read when it is used; files of torch before 1.6 are no zips and cannot be mapped
-        mmap = zipfile.is_zipfile(path)
-        if not trust:
-            with open(path, "rb") as file:
+        with open(path, "rb") as file:
+            mmap = is_zip_of_torch(file)
+            if not trust:
                 check_torch_file(file, path)
         with torch.serialization.safe_globals(plain_data):
             content = torch.load(path, map_location="cpu", weights_only=not trust, mmap=mmap)

@@ -56,6 +56,12 @@ def sha256_of(path: Path, progress: Callable[[int], Any] | None = None) -> str:
     return digest.hexdigest()
 
 
+def is_zip_of_torch(file: BinaryIO) -> bool:
+    """Return whether torch.load() reads a file as a zip: its first four bytes decide, not the directory at its end."""
+    file.seek(0)
+    return file.read(4) == b"PK\3\4"
+
+
 def check_torch_file(file: BinaryIO, what: object) -> None:
     """Raise CheckpointError for a file of torch.save() that would need much more memory than it has bytes.
 
@@ -64,8 +70,7 @@ def check_torch_file(file: BinaryIO, what: object) -> None:
     torch.load(weights_only=True) allows.
     """
     num_bytes = file.seek(0, os.SEEK_END)
-    file.seek(0)
-    if zipfile.is_zipfile(file):
+    if is_zip_of_torch(file):
         with zipfile.ZipFile(file) as content:
             entries = content.infolist()
             if any(entry.compress_type != zipfile.ZIP_STORED for entry in entries):
@@ -74,7 +79,8 @@ def check_torch_file(file: BinaryIO, what: object) -> None:
                 raise CheckpointError(
                     f"{what} has entries that are together larger than its {num_bytes} bytes"
                 )
-            pickles = [content.read(entry) for entry in entries if entry.filename.endswith(".pkl")]
+            # torch finds DATA.PKL for data.pkl
+            pickles = [content.read(entry) for entry in entries if entry.filename.lower().endswith(".pkl")]
     else:  # of torch before 1.6: pickles, then the tensors
         file.seek(0)
         pickles = [file.read(_MAX_PICKLE)]

@@ -29,7 +29,7 @@ class Zeros:
 
 
 def torch_files(folder):
-    """{kind: file of torch.save()} that would need much more memory than it has bytes."""
+    """[(what is wrong, file of torch.save())] that would need much more memory than it has bytes."""
     plain = io.BytesIO()
     torch.save({"model": {"x": torch.zeros(MiB)}}, plain)
     with zipfile.ZipFile(plain) as content:
@@ -49,17 +49,24 @@ def torch_files(folder):
     torch.save({"model": Zeros()}, zeros)
     old = folder / "old.pt"
     torch.save({"model": Zeros()}, old, _use_new_zipfile_serialization=False)
-    return {
-        "is compressed": compressed,
-        "together larger": shared,
-        "a bytearray": zeros,
-        "makes a bytearray": old,
-    }
+    appended = folder / "appended.pt"  # its directory is that of a zip, its first bytes are the old format's
+    shutil.copy(old, appended)
+    with zipfile.ZipFile(appended, "a") as file:
+        file.writestr("x", "")
+    capitals = folder / "capitals.pt"  # torch finds names whatever their case
+    with zipfile.ZipFile(zeros) as content, zipfile.ZipFile(capitals, "w") as file:
+        for entry in content.infolist():
+            file.writestr(entry.filename.replace("data.pkl", "DATA.PKL"), content.read(entry))
+    return [
+        ("is compressed", compressed),
+        ("together larger", shared),
+        *(("makes a bytearray", file) for file in (zeros, old, appended, capitals)),
+    ]
 
 
 def test_torch_files_are_bounded_by_their_size(tmp_path):
     """A zip of 9.4 MB took 4.1 GB."""
-    for said, file in torch_files(tmp_path).items():
+    for said, file in torch_files(tmp_path):
         with pytest.raises(CheckpointError, match=f"{file.name}.*{said}"):
             load_file(file, trust=False)
         with pytest.raises(SystemExit, match=said):
@@ -67,6 +74,9 @@ def test_torch_files_are_bounded_by_their_size(tmp_path):
     good = tmp_path / "good.pt"
     for new in (True, False):
         torch.save({"model": {"bytearray": torch.ones(3)}}, good, _use_new_zipfile_serialization=new)
+        if not new:
+            with zipfile.ZipFile(good, "a") as content:
+                content.writestr("x", "")
         assert torch.equal(load_file(good, trust=False)["model"]["bytearray"], torch.ones(3))
 
 
