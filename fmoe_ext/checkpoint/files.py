@@ -345,7 +345,8 @@ def read_locked(path: Path) -> Iterator[None]:
     """
     check_is_file(path)
     with open(path, "rb") as file:
-        _try_lock(file.fileno(), fcntl.LOCK_SH)
+        if _try_lock(file.fileno(), fcntl.LOCK_SH) is False:
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH)  # waits for the body of lock_unread(), which may remove the file
         if not _is_still(path, file.fileno()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
@@ -353,9 +354,14 @@ def read_locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def lock_unread(path: Path) -> Iterator[bool]:
-    """Yield True if no read_locked() has the file now; none begins while the body runs. True without locks, too."""
+    """Yield True if no read_locked() has the file now: new ones wait until the body ends. True without locks, too."""
     with open(path, "r+b") as file:  # NFS gives an exclusive lock to writers only
-        yield _try_lock(file.fileno()) is not False
+        got = _try_lock(file.fileno())
+        try:
+            yield got is not False
+        finally:
+            if got:
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)  # close() would not, if a child has inherited the handle
 
 
 def _is_still(path: Path, handle: int) -> bool:

@@ -1,8 +1,11 @@
 """Two jobs in one folder, full disks, links: what is there in the end is whole, and the error says what to do."""
 
+import errno
+import fcntl
 import os
 import resource
 import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,7 +14,7 @@ from torch import nn
 
 from fmoe_ext import checkpoint
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, fingerprint, locked
+from fmoe_ext.checkpoint.files import atomic_file, explained, fingerprint, lock_unread, locked, made_folder, read_locked
 from fmoe_ext.checkpoint.shards import continued, new_folder
 from tests.forked import run_python
 
@@ -101,6 +104,42 @@ def test_lock_of_a_dead_process(tmp_path):
     assert f"process {os.getpid()} on {os.uname().nodename} is doing so now" in str(error.value)
     assert values_in(tmp_path) == {1.0}
     checkpoint.save(tmp_path, model_of(2.0), step=2)
+
+
+@pytest.mark.parametrize("removes", [True, False])
+def test_reader_waits_for_a_saver_that_removes(tmp_path, monkeypatch, removes):
+    """It began in the moment between the saver's lock and its rename, and read a checkpoint that went away."""
+    path, flock = tmp_path / "manifest.json", fcntl.flock
+    path.write_text("{}")
+    arrived, inherited, results = threading.Event(), [], []
+
+    def observed(handle, kind):
+        if kind == fcntl.LOCK_EX | fcntl.LOCK_NB:
+            inherited.append(os.dup(handle))  # as by a child that is forked now
+        if kind == fcntl.LOCK_SH:
+            arrived.set()  # now it waits
+        flock(handle, kind)
+
+    def reader():
+        try:
+            with read_locked(path):
+                results.append("read")
+        except FileNotFoundError:
+            results.append("removed")
+        arrived.set()
+
+    monkeypatch.setattr(fcntl, "flock", observed)
+    thread = threading.Thread(target=reader)
+    with lock_unread(path) as is_unread:
+        thread.start()
+        assert arrived.wait(60) and is_unread and results == []
+        if removes:
+            path.rename(tmp_path / "leaving")
+    thread.join(60)
+    found = list(results)
+    os.close(inherited.pop())
+    thread.join()
+    assert found == ["removed" if removes else "read"]
 
 
 def test_unfinished_file_of_a_dead_process(tmp_path):
