@@ -227,8 +227,8 @@ def made_folder(folder: Path) -> Iterator[None]:
         if parent.exists():
             break
         made.append(parent)
-    folder.mkdir(parents=True, exist_ok=True)
     try:
+        folder.mkdir(parents=True, exist_ok=True)
         yield
     except BaseException:
         for parent in made:
@@ -267,8 +267,9 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
                 os.replace(unfinished, path)
         except BaseException as error:
             unfinished.unlink(missing_ok=True)
-            if isinstance(error, OSError) and error.filename is None:
-                error.filename = str(path)  # which write() and fsync() do not know
+            # write() and fsync() do not know the name; other errors may be of a file that the body reads
+            if isinstance(error, OSError) and error.errno in _NO_SPACE and error.filename is None:
+                error.filename = str(path)
             raise
         sync_file(path.parent)
 

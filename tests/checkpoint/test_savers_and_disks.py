@@ -142,6 +142,35 @@ def test_reader_waits_for_a_saver_that_removes(tmp_path, monkeypatch, removes):
     assert found == ["removed" if removes else "read"]
 
 
+def test_error_of_what_a_body_reads_keeps_its_text(tmp_path):
+    """It was `[Errno None] None: 'x'`, or blamed the file that is written; a full disk's has the name."""
+    path = tmp_path / "x"
+    for error, text in (
+        (OSError("a sentence"), "a sentence"),
+        (OSError(errno.EIO, "of a source"), f"[Errno {errno.EIO}] of a source"),
+        (OSError(errno.ENOSPC, "full"), f"[Errno {errno.ENOSPC}] full: '{path}'"),
+    ):
+        with pytest.raises(OSError) as raised, atomic_file(path):
+            raise error
+        assert str(raised.value) == text and not list(tmp_path.iterdir())
+    with pytest.raises(CheckpointError, match="no space left"), explained(path, 10), atomic_file(path):
+        raise OSError("100 requested and 5 written")  # numpy's, of a full disk
+
+
+def test_folder_that_cannot_be_made_leaves_no_parents(tmp_path, monkeypatch):
+    mkdir = os.mkdir
+
+    def full(path, *args):
+        if Path(path).name == "c" and Path(path).parent.exists():
+            raise OSError(errno.ENOSPC, "full")
+        mkdir(path, *args)
+
+    monkeypatch.setattr(os, "mkdir", full)
+    with pytest.raises(OSError, match="full"), made_folder(tmp_path / "a/b/c"):
+        pass
+    assert not list(tmp_path.iterdir())
+
+
 def test_unfinished_file_of_a_dead_process(tmp_path):
     path = tmp_path / "x[1].bin"
     child = os.fork()
