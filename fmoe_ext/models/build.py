@@ -183,6 +183,10 @@ def _check_upcycle(layer: FMoETransformerMLP, dense: Any, split: int) -> None:
             'init="upcycle" copies the dense MLP into experts of its width, but latent_size= makes them narrower: '
             'leave latent_size out, or take init="random"'
         )
+    if dense.has_bias and layer.experts.weights[1] is None:
+        raise ValueError(
+            'init="upcycle" keeps the biases of the dense MLP, but bias is False: leave bias out, or take init="random"'
+        )
     if split == 1:  # copies: any choice of experts gives the same
         return
     for name, value in (("the number of experts of all ranks", layer.num_experts), ("top_k", layer.top_k)):
