@@ -1,5 +1,5 @@
-// What the registered CUDA ops share: the device and stream they run on, registration, and tensors as the
-// launchers take them.
+// What the registered CUDA ops share: the device and stream they run on, registration, and the conversion of
+// tensors for the launchers.
 // Built with FMOE_EMULATOR the same ops work on CPU tensors and register under fmoe_ext_emu (tests/emulator).
 #pragma once
 
@@ -22,8 +22,8 @@
 
 namespace fmoe_ext {
 
-// Makes the device of a tensor current for the lifetime of the object; converts to that device's current
-// stream.
+// Makes the device of a tensor current for the lifetime of the object, which converts to that device's
+// current stream: pass it to a launcher in the stream's place.
 #ifdef FMOE_EMULATOR
 class OnDeviceOf {
  public:
@@ -46,7 +46,7 @@ class OnDeviceOf {
 };
 #endif
 
-inline Dtype as_dtype(const Tensor& t) {  // of a tensor that passed check_float
+inline Dtype as_dtype(const Tensor& t) {  // of a tensor that passed check_float: others would be f16
   switch (t.scalar_type()) {
     case ScalarType::Double:
       return Dtype::f64;
@@ -58,7 +58,7 @@ inline Dtype as_dtype(const Tensor& t) {  // of a tensor that passed check_float
       return Dtype::f16;
   }
 }
-// What sums and products of a tensor are computed in.
+// The type in which sums and products of a tensor are computed.
 inline ScalarType compute_type(const Tensor& t) {
   return t.scalar_type() == ScalarType::Double ? ScalarType::Double : ScalarType::Float;
 }
@@ -67,8 +67,9 @@ inline Indices as_indices(const Tensor& idx) {  // of a tensor that passed check
   return {idx.const_data_ptr(), idx.scalar_type() == ScalarType::Long};
 }
 
-// Where the elements lie of a tensor that is read, or is new. By const_data_ptr, as mutable_data_ptr would
-// copy a lazy clone (a tensor that shares its memory until one of both is written) that is only read.
+// The elements of a tensor that is only read, or has just been made. By const_data_ptr: mutable_data_ptr
+// would copy a lazy clone (a tensor that shares its memory until one of the two is written) that is only
+// read.
 template <typename T = void>
 T* data(const Tensor& t) {
   return static_cast<T*>(const_cast<void*>(t.const_data_ptr()));
@@ -77,7 +78,7 @@ template <typename T = void>
 T* data(const std::optional<Tensor>& t) {
   return t ? data<T>(*t) : nullptr;
 }
-// Where the elements lie of the caller's tensor that is written.
+// The elements of a caller's tensor that is written.
 template <typename T = void>
 T* data_to_write(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());

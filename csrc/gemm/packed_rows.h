@@ -10,8 +10,8 @@
 constexpr int kPackedRows = 4;          // rows of A for which a weight is decoded once
 constexpr int64_t kPackedDepth = 2048;  // columns of A that are turned into float at once
 
-// total[m] += <a[m], row> in lanes, over `columns` columns from `begin` on, both multiples of 32 or at the
-// row's end.
+// total[m] += <a[m], row> in lanes, over `columns` columns from `begin` on, a multiple of the format's block.
+// `columns` is a multiple of 32, or ends the row: then `a` has zeros up to the next multiple of 32.
 template <PackedFormat format, int M>
 inline void multiply_row(const PackedRow& row, int64_t begin, int64_t columns, const float* a, int64_t stride,
                          VF (&total)[M]) {
@@ -38,8 +38,8 @@ inline void multiply_row(const PackedRow& row, int64_t begin, int64_t columns, c
 }
 
 #if FMOE_BYTES == 64
-// Formats of four bits that look up both halves of 16 bytes: the even columns and the odd ones of a group, so
-// the columns of A are in that order too.
+// Formats of four bits, of which multiply_alternating() looks up the low halves of 16 bytes, then the high
+// ones: the even and the odd columns of a group. The columns of A are put in that order, too.
 constexpr bool alternates(PackedFormat format) {
   return format == PackedFormat::mxfp4 || format == PackedFormat::nvfp4 || format == PackedFormat::int4 ||
          format == PackedFormat::nf4;
@@ -70,8 +70,8 @@ inline void load_scales(const PackedRow& row, int64_t first, int64_t n, float* o
   }
 }
 
-// The scale, and in zeros (or null) the zero point, of each block of 32 columns, or the scales of both halves
-// of each; up to 16 more are written.
+// The scale of each block of 32 columns, and in `zeros`, unless null, its zero point. With factors (nvfp4)
+// two scales of each block. Up to 16 numbers behind them are overwritten.
 inline void load_scales_of_blocks(const PackedRow& row, int64_t first, int64_t blocks, float* scales,
                                   float* zeros) {
   if (row.factors) {
@@ -93,18 +93,20 @@ inline void load_scales_of_blocks(const PackedRow& row, int64_t first, int64_t b
   }
 }
 
-// The scale of block b in the lower half, that of the next one in the upper.
+// scales[0] in the lower half of a vector, scales[1] in the upper: of the columns 0 to 15 and 16 to 31
+// of a block.
 inline VF scales_of_two(const float* scales) {
   const VI halves = {0, 0, 0, 0, 0, 0, 0, 0, 1, 1, 1, 1, 1, 1, 1, 1};
   return (VF)_mm512_permutexvar_ps((__m512i)halves, (__m512)load(scales));
 }
 
+// multiply_row() for formats of which alternates() is true.
 template <PackedFormat format, int M>
 inline void multiply_alternating(const PackedRow& row, int64_t begin, int64_t columns, const float* a,
                                  int64_t stride, VF (&total)[M]) {
   constexpr int kScales = format == PackedFormat::nvfp4 ? 2 : 1;  // of a block
   constexpr bool is_int4 = format == PackedFormat::int4, high_first = format == PackedFormat::nf4;
-  constexpr int kAhead = M == 1 ? 2 : 1;  // groups at once, with sums of their own
+  constexpr int kAhead = M == 1 ? 2 : 1;  // blocks at once, with sums of their own
   const VF table = is_int4 ? load(kCounting) : load(high_first ? kQuantiles : kE2M1);
   constexpr int kBlocks = kPackedDepth / kGroup;
   alignas(64) float scales[kScales * kBlocks + W], zeros[is_int4 ? kBlocks + W : 1];
@@ -175,8 +177,8 @@ void multiply_packed_rows(int64_t begin, int64_t columns, const float* a, int64_
   }
 }
 
-// Tiles of few rows of A and packed columns: tile [m, nr], in float, for each panel. A weight counts as
-// decoded, not rounded.
+// Tiles of few rows of A and packed columns: tile [m, nr], in float, for each panel. A weight is used as it
+// is decoded, without rounding to T. Does nothing in double, where packed_rows of the table is 0.
 template <class T>
 void multiply_packed(int64_t m, int64_t k, const OperandOf<T>* a, int64_t stride, const PackedRow* rows,
                      int64_t num_panels, AccOf<T>* tiles) {

@@ -1,4 +1,4 @@
-"""Write files that are complete or absent, lock them between jobs, and stay inside the folder that was named.
+"""Write files that are complete or absent, lock them between jobs, read no more than a bound, and stay in a folder.
 
 Complete or absent. A disk writes data and names in any order, so after a power cut a name may stand for an empty file.
 atomic_file(), path_of_unfinished() and publish() therefore keep one order:
@@ -6,10 +6,13 @@ atomic_file(), path_of_unfinished() and publish() therefore keep one order:
     write the data under another name    fsync the file    rename it    fsync the folder, which holds the name
 
 Locks are flock()'s: the system releases them when the process ends, however it ends, so none is ever left behind. Some
-file systems have none (_try_lock() is None then). A lock's file is removed by its owner, perhaps just after another
+file systems have none (_try_lock() returns None there). A lock's file is removed by its owner, perhaps just after another
 process has opened it: a process that gets a lock checks that the name still stands for its file (_is_still).
 
-Inside. Names that a downloaded file gives are looked up by inside(), which follows links.
+Bounded. read_text(), read_json() and check_torch_file() refuse a small file that would take much memory, a huge one
+and one that never ends.
+
+Inside. Names that a downloaded file gives are looked up by inside(), which follows links and refuses what is outside.
 """
 
 import errno
@@ -39,7 +42,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system with
 
 
 def check_is_file(path: Path) -> None:
-    """Raise CheckpointError for a pipe, socket or device, from which reading may never end; OSError if none exists."""
+    """Raise CheckpointError for a pipe, socket or device, from which reading may never end; OSError if there is none."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is no regular file (a folder, pipe, socket or device)")
 
@@ -84,7 +87,7 @@ def check_torch_file(file: BinaryIO, what: object) -> None:
     else:  # of torch before 1.6: pickles, then the tensors
         file.seek(0)
         pickles = [file.read(_MAX_PICKLE)]
-    if any(b"\nbytearray\n" in program for program in pickles):  # the name as an instruction GLOBAL has it
+    if any(b"\nbytearray\n" in program for program in pickles):  # as the GLOBAL instruction spells it
         raise CheckpointError(f"{what} makes a bytearray, which no checkpoint of tensors needs")
     file.seek(0)
 
@@ -99,7 +102,7 @@ def sync_file(path: Path) -> None:
 
 
 def publish(unfinished: Path, folder: Path) -> None:
-    """Rename a finished folder, once a power cut cannot take anything of it.
+    """Rename a finished folder, once all of it would survive a power cut.
 
     Data first, then the names of files, then the rename, then the name of the folder.
     """
@@ -137,7 +140,7 @@ def fingerprint(file: Path) -> list[Any]:
 
 
 def read_text(path: Path) -> str:
-    """Read a small text file, BLOCK bytes at most; CheckpointError if it is not UTF-8."""
+    """Read the first BLOCK bytes of a text file, without spaces around them; CheckpointError if they are not UTF-8."""
     check_is_file(path)
     try:
         with open(path, "rb") as file:
@@ -171,15 +174,15 @@ def write_json(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def inside(folder: Path, name: Any) -> Path:
-    """Return folder/name; CheckpointError unless name is one component and the file, links followed, in the folder.
+    """Return folder/name; CheckpointError unless name is one component and the file, links followed, is inside.
 
     Folders of the Hugging Face hub's cache pass: their files are links into `blobs` beside them.
     """
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or {"/", "\\"} & set(name):
         raise CheckpointError(f"{folder}: {name!r} is no name of a file in this folder"[:500])
-    # snapshots/<commit>/file -> ../../blobs/<hash>
     path = folder / name
     target, parent = Path(os.path.realpath(path)), Path(os.path.realpath(folder))
+    # snapshots/<commit>/file -> ../../blobs/<hash>
     of_hub = folder.parent.name == "snapshots" and target.parent == parent.parent.parent / "blobs"
     if target != parent / name and not target.is_relative_to(parent) and not of_hub:
         raise CheckpointError(f"{path} is a link to {target}, outside the folder: give that path itself")
@@ -278,7 +281,7 @@ def atomic_file(path: Path) -> Iterator[BinaryIO]:
 def path_of_unfinished(path: Path) -> Iterator[Path]:
     """Yield a path for a writer that takes no open file; its file is renamed to `path` when the body has ended.
 
-    The caller holds a lock for the folder: unfinished files that are there were left by killed processes, and removed.
+    The caller holds a lock for the folder: unfinished files there were left by killed processes, and are removed.
     """
     for abandoned in unfinished_of(path):
         abandoned.unlink()
@@ -293,7 +296,7 @@ def path_of_unfinished(path: Path) -> Iterator[Path]:
 
 
 def unfinished_of(path: Path) -> list[Path]:
-    """List what is, or was, going to be renamed to `path`: .<name>.<unique()>.tmp beside it."""
+    """List the unfinished files of `path`, of running and killed writers: .<name>.<unique()>.tmp beside it."""
     begin = f".{path.name}."
     # unique() has no dot: .model.v2.<unique()>.tmp is of model.v2, not of model
     found = path.parent.glob(f"{glob.escape(begin)}*.tmp")
@@ -307,7 +310,7 @@ def unique() -> str:
 
 @contextmanager
 def locked(path: Path, what: str) -> Iterator[bool]:
-    """Hold a lock while the body runs; CheckpointError, with its owner, if another process holds it.
+    """Hold a lock while the body runs; CheckpointError that names the owner if another process has it.
 
     Processes on other machines see it where their file system shares flock(), as NFS does. The system releases the lock
     when the process ends, however it ends. Yields False on a file system without locks.
@@ -366,7 +369,7 @@ def lock_unread(path: Path) -> Iterator[bool]:
 
 
 def _is_still(path: Path, handle: int) -> bool:
-    # the name stands for the open file
+    """Return whether the name still stands for the open file."""
     try:
         return os.path.samestat(os.stat(path), os.fstat(handle))
     except FileNotFoundError:

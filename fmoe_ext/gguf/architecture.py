@@ -104,9 +104,8 @@ class Architecture:
     rotates_part = False  # of each head
     rotates_pairs = False  # neighbours, not halves of a head
     has_factors = False  # llama.cpp's graph multiplies by the factors of weights in NVFP4
-    rounds_yarn = (
-        True  # Transformers rounds the bounds of YaRN's ramp, as llama.cpp does; such YaRN is only read
-    )
+    # whether Transformers rounds the bounds of YaRN's ramp, as llama.cpp always does; such YaRN is only read
+    rounds_yarn = True
     attention_block = "self_attn"  # name of attention in Transformers' layer
     window_period = 0  # n: every n-th layer has full attention, the others a sliding window; 0: no such rule
 

@@ -1,7 +1,7 @@
-"""Build the MoE layer that takes the place of a dense MLP: its sizes, its arguments, its weights; fmoefy calls build().
+"""Build the MoE layer that replaces a dense MLP: sizes, arguments, weights. fmoefy calls build().
 
-Every value may come from three sides, in this order: the user's options, the model kind's Target, a default. The ranks
-that share a layer agree on its name and sizes, and on a seed that rank 0 draws: the gate is equal on all of them, and
+Every value is taken from the first of three that has it: the user's options, the model kind's Target, a default. The
+ranks that share a layer agree on its name and sizes, and on a seed that rank 0 draws: the gate is equal on all of them, and
 each expert's weights follow from the seed and its number, whatever rank holds it.
 
 init="random" draws weights of the dense MLP's scale. init="upcycle" begins with the MLP's output, in one of two ways:
@@ -9,9 +9,9 @@ init="random" draws weights of the dense MLP's scale. init="upcycle" begins with
 * Copies (Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints"): each expert
   is the MLP, and its second matrix is divided by the sum of a token's weights.
 * Slices (He et al. 2024, "Upcycling Large Language Models into Mixture of Experts", "virtual groups"): with split = 2
-  the experts 0, 2, 4, ... have the first half of the hidden units, 1, 3, 5, ... the second, with the second matrix
-  twice as large. The gate starts with equal scores for the experts 0 and 1, 2 and 3, ...: a token chooses both or
-  neither, gets both halves with one weight, and so the MLP's output at half the units for each choice.
+  the experts 0, 2, 4, ... have the first half of the hidden units, 1, 3, 5, ... the second, with the values
+  of the second matrix doubled. The gate starts with equal scores for the experts 0 and 1, 2 and 3, ...: a token chooses both or
+  neither, gets both halves with one weight. Their sum is the MLP's output, and each choice costs half the units.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _d_hidden(target: Target, dense: DenseMLP, options: Options, top_k: int) -> 
         return options.hidden_hidden_size
     if dense.d_hidden is None:
         raise ValueError(f"hidden_hidden_size= must be given for {target.path}: {dense.why_unreadable}")
-    return max(1, dense.d_hidden // top_k)  # so that a token costs what it did
+    return max(1, dense.d_hidden // top_k)  # so that a token costs as much as in the dense MLP
 
 
 def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
@@ -147,7 +147,7 @@ def _moe_kwargs(target: Target, options: Options) -> dict[str, Any]:
     num_local_experts = options.experts_of_rank(kwargs["world_size"])
     if num_local_experts is not None:
         kwargs["num_expert"] = num_local_experts
-    # experts that ranks share are different ones: their gradients are not averaged
+    # with a larger world_size each rank holds other experts: their gradients are not averaged
     kwargs.setdefault("expert_dp_comm", "none" if kwargs["world_size"] > 1 else "dp")
     return kwargs
 
@@ -158,7 +158,7 @@ def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...])
     seed = [int(torch.randint(2**62, (), device="cpu"))]
     if kwargs["world_size"] > 1:
         group = find_group(register_group(kwargs.get("moe_group")))
-        check_same(f"{target.path} and d_model, d_hidden, num_experts, top_k", (target.path, *sizes), group)
+        check_same(f"{target.path} and d_model, d_hidden, num_local_experts, top_k", (target.path, *sizes), group)
         dist.broadcast_object_list(seed, group=group, group_src=0)
     return seed[0]
 
@@ -222,7 +222,7 @@ def _total_weight(gate: nn.Module) -> float:
         return gate.weight_sum
     raise ValueError(
         'init="upcycle" needs a gate whose weights have the same sum for every token, so that the first output is the '
-        f"dense model's, but {type(gate).__name__} has not: {why}"
+        f"dense model's, but those of {type(gate).__name__} have not: {why}"
     )
 
 
@@ -232,7 +232,7 @@ def _fill_from_dense(
 ) -> None:
     """Give every expert of this rank its part of the dense MLP; first: the number of the first one among all experts.
 
-    Expert e gets part e % split of the hidden units, and a second matrix that is `split` times as large: K choices that
+    Expert e gets part e % split of the hidden units, and `split` times the values of the second matrix: K choices that
     hold every part equally often then sum to the dense output. The experts g split ... g split + split - 1 have all
     parts once and begin with equal scores. A gate breaks ties by number, so that it chooses all of them together.
     Training tells them apart. Shared experts begin with zero results.
@@ -293,6 +293,6 @@ def _std(*parts: Tensor) -> float:
     return math.sqrt(sum(w.float().var(correction=0).item() for w in parts) / len(parts))
 
 
-# the numbers follow from the seed and an expert's number, not from the ranks
 def _generator(like: Tensor, seed: int, number: int) -> torch.Generator:
+    """Make an expert's generator: what it draws follows from the seed and the expert's number, not from the ranks."""
     return torch.Generator(like.device).manual_seed(seed + number)

@@ -1,4 +1,7 @@
-"""GPT-OSS: every second layer has a sliding window, and each head an attention sink."""
+"""GPT-OSS: every second layer has a sliding window, each head an attention sink, and SwiGLU is clamped.
+
+Transformers does not round the bounds of YaRN's ramp here; llama.cpp does, so its logits differ a little.
+"""
 
 from types import MappingProxyType
 from typing import Any
@@ -12,7 +15,7 @@ class GptOss(Architecture):
     model_type = "gpt_oss"
     keys = MappingProxyType({"attention.sliding_window": "sliding_window"})
     needs = ("attention.sliding_window",)
-    fixed = MappingProxyType({"swiglu_alpha": 1.702, "swiglu_limit": 7.0})
+    fixed = MappingProxyType({"swiglu_alpha": 1.702, "swiglu_limit": 7.0})  # of llama.cpp's graph: no key has them
     has_biases = True
     rounds_yarn = False
     window_period = 2
