@@ -6,11 +6,11 @@ atomic_file(), path_of_unfinished() and publish() therefore keep one order:
     write the data under another name    fsync the file    rename it    fsync the folder, which holds the name
 
 Locks are flock()'s: the system releases them when the process ends, however it ends, so none is ever left behind. Some
-file systems have none (_try_lock() returns None there). A lock's file is removed by its owner, perhaps just after another
-process has opened it: a process that gets a lock checks that the name still stands for its file (_is_still).
+file systems have none (_try_lock() returns None there). A lock's file is removed by its owner, perhaps just after
+another process has opened it: a process that gets a lock checks that the name still stands for its file (_is_still).
 
-Bounded. read_text(), read_json() and check_torch_file() refuse a small file that would take much memory, a huge one
-and one that never ends.
+Bounded. A pipe, from which reading may never end, and a file that would take much memory are refused before they are
+read (check_is_file, read_json, check_torch_file).
 
 Inside. Names that a downloaded file gives are looked up by inside(), which follows links and refuses what is outside.
 """
@@ -42,7 +42,7 @@ _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP)  # a file system with
 
 
 def check_is_file(path: Path) -> None:
-    """Raise CheckpointError for a pipe, socket or device, from which reading may never end; OSError if there is none."""
+    """Raise CheckpointError for a pipe, socket or device, from which reading may never end; OSError without a file."""
     if not stat.S_ISREG(os.stat(path).st_mode):
         raise CheckpointError(f"{path} is no regular file (a folder, pipe, socket or device)")
 
@@ -350,7 +350,9 @@ def read_locked(path: Path) -> Iterator[None]:
     check_is_file(path)
     with open(path, "rb") as file:
         if _try_lock(file.fileno(), fcntl.LOCK_SH) is False:
-            fcntl.flock(file.fileno(), fcntl.LOCK_SH)  # waits for the body of lock_unread(), which may remove the file
+            fcntl.flock(
+                file.fileno(), fcntl.LOCK_SH
+            )  # waits for the body of lock_unread(), which may remove the file
         if not _is_still(path, file.fileno()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
@@ -365,7 +367,9 @@ def lock_unread(path: Path) -> Iterator[bool]:
             yield got is not False
         finally:
             if got:
-                fcntl.flock(file.fileno(), fcntl.LOCK_UN)  # close() would not, if a child has inherited the handle
+                fcntl.flock(
+                    file.fileno(), fcntl.LOCK_UN
+                )  # close() would not, if a child has inherited the handle
 
 
 def _is_still(path: Path, handle: int) -> bool:

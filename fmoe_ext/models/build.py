@@ -1,17 +1,18 @@
 """Build the MoE layer that replaces a dense MLP: sizes, arguments, weights. fmoefy calls build().
 
 Every value is taken from the first of three that has it: the user's options, the model kind's Target, a default. The
-ranks that share a layer agree on its name and sizes, and on a seed that rank 0 draws: the gate is equal on all of them, and
-each expert's weights follow from the seed and its number, whatever rank holds it.
+ranks that share a layer agree on its name and sizes, and on a seed that rank 0 draws: the gate is equal on all of them,
+and each expert's weights follow from the seed and its number, whatever rank holds it.
 
 init="random" draws weights of the dense MLP's scale. init="upcycle" begins with the MLP's output, in one of two ways:
 
 * Copies (Komatsuzaki et al. 2022, "Sparse Upcycling: Training Mixture-of-Experts from Dense Checkpoints"): each expert
   is the MLP, and its second matrix is divided by the sum of a token's weights.
 * Slices (He et al. 2024, "Upcycling Large Language Models into Mixture of Experts", "virtual groups"): with split = 2
-  the experts 0, 2, 4, ... have the first half of the hidden units, 1, 3, 5, ... the second, with the values
-  of the second matrix doubled. The gate starts with equal scores for the experts 0 and 1, 2 and 3, ...: a token chooses both or
-  neither, gets both halves with one weight. Their sum is the MLP's output, and each choice costs half the units.
+  the experts 0, 2, 4, ... have the first half of the hidden units, 1, 3, 5, ... the second, with the
+  values of the second matrix doubled. The gate starts with equal scores for the experts 0 and 1, 2 and 3, ...: a token
+  chooses both or neither, and gets both halves with one weight. Their sum is the MLP's output, while each choice costs
+  half the units.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ def _shared_seed(target: Target, kwargs: dict[str, Any], sizes: tuple[Any, ...])
     seed = [int(torch.randint(2**62, (), device="cpu"))]
     if kwargs["world_size"] > 1:
         group = find_group(register_group(kwargs.get("moe_group")))
-        check_same(f"{target.path} and d_model, d_hidden, num_local_experts, top_k", (target.path, *sizes), group)
+        check_same(
+            f"{target.path} and d_model, d_hidden, num_local_experts, top_k", (target.path, *sizes), group
+        )
         dist.broadcast_object_list(seed, group=group, group_src=0)
     return seed[0]
 

@@ -14,7 +14,15 @@ from torch import nn
 
 from fmoe_ext import checkpoint
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.files import atomic_file, explained, fingerprint, lock_unread, locked, made_folder, read_locked
+from fmoe_ext.checkpoint.files import (
+    atomic_file,
+    explained,
+    fingerprint,
+    lock_unread,
+    locked,
+    made_folder,
+    read_locked,
+)
 from fmoe_ext.checkpoint.shards import continued, new_folder
 from tests.forked import run_python
 

@@ -104,6 +104,6 @@ def disagree():
 def test_ranks_that_disagree_are_named(pool):
     for text in pool.run(disagree, world_size=2):
         assert (
-            "layers.0.linear1 and d_model, d_hidden, num_experts, top_k must be the same on ranks [0, 1]"
+            "layers.0.linear1 and d_model, d_hidden, num_local_experts, top_k must be the same on ranks [0, 1]"
             in text
         )

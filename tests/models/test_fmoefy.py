@@ -111,7 +111,10 @@ def test_fastmoe_arguments(model):
         ),
         (dict(num_experts=4, init="upcycle", hidden_hidden_size=6), "but hidden_hidden_size is 6"),
         (dict(num_experts=4, init="upcycle", activation="relu"), "gelu, but activation= is relu"),
-        (dict(num_experts=4, init="upcycle", bias=False), "biases of the dense MLP, but bias is False: leave"),
+        (
+            dict(num_experts=4, init="upcycle", bias=False),
+            "biases of the dense MLP, but bias is False: leave",
+        ),
         (dict(num_experts=4, d_model=9), "d_model=9, but layers.0 has 8"),
         (dict(num_experts=4, distributed_experts=False, world_size=2), "are for distributed_experts=True"),
         (dict(num_experts=4, match="nothing.*"), "match='nothing.*' points at no module of Model"),
