@@ -15,9 +15,8 @@ class GptOss(Architecture):
     model_type = "gpt_oss"
     keys = MappingProxyType({"attention.sliding_window": "sliding_window"})
     needs = ("attention.sliding_window",)
-    fixed = MappingProxyType(
-        {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
-    )  # of llama.cpp's graph: no key has them
+    # constants of llama.cpp's graph: no key has them
+    fixed = MappingProxyType({"swiglu_alpha": 1.702, "swiglu_limit": 7.0})
     has_biases = True
     rounds_yarn = False
     window_period = 2
