@@ -86,7 +86,10 @@ def cast_to_weight(inp: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     pair = inp.dtype, weight.dtype
     if inp.dtype == weight.dtype:
         return inp
-    if not torch.compiler.is_compiling() and pair not in _noted_casts:  # once a pair
+    if (
+        not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+        and pair not in _noted_casts
+    ):  # once a pair
         _noted_casts.add(pair)
         warnings.warn(
             f"tokens are {pair[0]} and are cast to {pair[1]}, the dtype of their experts' weights, which is that of "

@@ -54,7 +54,9 @@ def current_thread() -> int:
 
 def is_repeated() -> bool:
     """Return whether this forward repeats an earlier one."""
-    return not torch.compiler.is_compiling() and bool(_tracker().is_bw)
+    return not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()) and bool(
+        _tracker().is_bw
+    )
 
 
 @functools.cache
@@ -68,7 +70,7 @@ def can_be_repeated(without_graph: bool) -> bool:
     With a graph: if it runs under hooks for saved tensors, by which a checkpoint without reentrance drops them. Without
     a graph, as a reentrant checkpoint runs a forward: as the caller says, without_graph.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return False
     if not torch.is_grad_enabled():
         return without_graph

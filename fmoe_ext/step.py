@@ -166,7 +166,7 @@ _running: ContextVar[Step | None] = ContextVar("the forward that runs", default=
 
 def current_step() -> Step | None:
     """Return the step of the layer that calls its gate; None outside of this call and in compiled graphs."""
-    return None if torch.compiler.is_compiling() else _running.get()
+    return None if (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()) else _running.get()
 
 
 def begin(
@@ -195,7 +195,7 @@ def begin(
     if gate_inp is not None:
         _check(leaves_of(gate_inp), "gate_inp")
     # 2. Find out which tokens are real, and whether this forward repeats another; a compiled graph never does.
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         if is_exporting():
             _refuse_onnx()
         batch = current_batch() if valid is None else with_valid(current_batch(), valid)
@@ -282,7 +282,7 @@ def uncounted() -> Iterator[None]:
 
 def is_counted() -> bool:
     """Return whether this forward counts for loads and biases: it is neither repeated nor uncounted()."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return True
     step = _running.get()
     return not (is_repeated() or _uncounted.get()) if step is None else step.is_counted
@@ -299,7 +299,7 @@ _counting = threading.Lock()  # of add_counts(): threads that run one layer add 
 
 def add_counts(total: torch.Tensor, counts: torch.Tensor) -> None:
     """Add counts to total, in place, also where threads add to the same total at the same time."""
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         total.add_(counts)
         return
     with _counting:

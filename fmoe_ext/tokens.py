@@ -94,7 +94,11 @@ class Batch:
         """Put out [V, *] or a nest at the places of the real tokens, zero at the others -> [T, *]."""
         if self.rows is None:
             return out
-        put_back: Any = _put_rows if torch.compiler.is_compiling() else _PutBack.apply
+        put_back: Any = (
+            _put_rows
+            if (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+            else _PutBack.apply
+        )
         return map_structure(lambda leaf: put_back(leaf, self.rows, self.num_tokens), out)
 
     def sequences_of(self, seq_len: int | None) -> torch.Tensor | None:
@@ -180,7 +184,7 @@ def is_inside_a_block() -> bool:
 def current_batch() -> Batch:
     """Return the facts of the blocks around this call."""
     batch, thread = _open.batch, _open.thread
-    if not torch.compiler.is_compiling():
+    if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
         # past torch's recompile_limit a graph may have entered a block around a layer that runs without one
         is_of_graph = isinstance(thread, torch.Tensor) and int(thread) == threading.get_ident()
         return batch if is_of_graph else _batch.get()
@@ -223,7 +227,7 @@ def _(x: torch.Tensor) -> torch.Tensor:
 def enter(batch: Batch) -> Outer:
     """Make current_batch() this one -> what leave() needs."""
     # inside a graph blocks end in order, so that the state before is enough
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         outer = _open.batch, _open.thread
         fact = next((x for x in (batch.rows, batch.sequences, batch.ids) if x is not None), None)
         _open.batch, _open.thread = batch, 0 if fact is None else _thread_of(fact)
@@ -278,7 +282,10 @@ def with_valid(batch: Batch, valid: torch.Tensor) -> Batch:
     batch.check(valid.numel())
     # nonzero() waits for a GPU: the number of rows must be known on the host
     rows = valid.detach().flatten().nonzero().squeeze(1)
-    all_valid = not torch.compiler.is_compiling() and rows.shape[0] == valid.numel()
+    all_valid = (
+        not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+        and rows.shape[0] == valid.numel()
+    )
     return replace(batch, num_tokens=valid.numel(), rows=None if all_valid else rows)
 
 

@@ -28,10 +28,10 @@ CORE = {
     "_require": 0,
     "_sharded": 0,
     "optimizer_steps": 0,
-    "tokens": 0,
     "adapters": 1,
     "ops": 1,
     "recompute": 1,
+    "tokens": 1,
     "routing": 2,
     "linear": 2,
     "step": 2,
@@ -230,6 +230,12 @@ def no_environment(source):
         for line, name in source.attributes:
             if name in ("os.environ", "os.getenv"):
                 yield line, "reads the environment: use _env.get"
+
+
+def compiler_asked_for_a_thread(source):
+    for line, name in source.attributes:
+        if name == "torch.compiler.is_compiling":
+            yield line, "is true in every thread while one compiles: ask as ops/outside_graphs.py says"
 
 
 def import_circle(sources):
@@ -479,6 +485,7 @@ RULES = {
     no_distributed: ("package",),
     operators_by_ops: ("package",),
     no_environment: ("package",),
+    compiler_asked_for_a_thread: ("package",),
     module_state: ("package",),
     named_device: ("package",),
     annotated: ("package",),
@@ -541,6 +548,7 @@ PLANTED = [
     (operators_by_ops, "fmoe_ext/layers.py", "import torch\ntorch.ops.fmoe_ext.permute()"),
     (no_environment, "fmoe_ext/layers.py", "import os\nx = os.environ"),
     (no_environment, "fmoe_ext/layers.py", "import os\nx = os.getenv('A')"),
+    (compiler_asked_for_a_thread, "fmoe_ext/layers.py", "import torch\nx = torch.compiler.is_compiling()"),
     (module_state, "fmoe_ext/layers.py", "FACTOR = 2\n_seen = {}"),
     (module_state, "fmoe_ext/ops/chooser.py", "_CHOOSERS = []\n_OTHERS: list = make()"),
     (module_state, "fmoe_ext/layers.py", "def f():\n    global seen"),

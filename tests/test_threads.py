@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils.checkpoint import checkpoint
 
 import fmoe_ext
@@ -175,6 +176,72 @@ def test_compiled_threads_have_their_own_adapters(breaks):
     with ThreadPoolExecutor(4) as threads:
         assert list(threads.map(run, range(4))) == [True] * 4
     assert not model.inner.__dict__.keys() & {"_fmoe_ext_adapters"}  # nothing waits
+
+
+@contextlib.contextmanager
+def compilation_elsewhere():
+    """Hold another thread inside torch.compile, which sets a flag of the process."""
+    torch.compiler.reset()  # nothing is compiled after some compilations of one function
+    begun, may_end = threading.Event(), threading.Event()
+
+    def backend(graph, _):
+        begun.set()
+        may_end.wait()
+        return graph
+
+    with ThreadPoolExecutor(1) as pool:
+        compiled = pool.submit(torch.compile(lambda x: x.sin(), backend=backend), torch.ones(1, device="cpu"))
+        try:
+            assert begun.wait(300)
+            yield
+        finally:
+            may_end.set()
+        compiled.result()
+
+
+@pytest.mark.parametrize("part", ["forward", "backward", "step"])
+@pytest.mark.parametrize(
+    "gate, has_group",
+    [
+        ("gshard", True),
+        ("quantile", True),
+        ("sigmoid", False),
+        ("sinkhorn", True),
+        ("softmax", False),
+        ("switch", True),
+    ],
+)
+def test_step_while_another_thread_compiles(part, gate, has_group):
+    """An eager step took the branches for graphs: it counted repetitions, and drew other losses and routes."""
+    if has_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+
+    def train(during):
+        layer = make_layer(gate, moe_group=dist.group.WORLD if has_group else None)
+        monitor = fmoe_ext.balance.watch(layer)
+        torch.manual_seed(1)  # GShard drops second choices at random
+        x = batch_of(0, 40).requires_grad_()
+        with contextlib.ExitStack() as stack:
+            if during in ("forward", "step"):
+                stack.enter_context(compilation_elsewhere())
+            out = checkpoint(layer, x, use_reentrant=False)
+            loss = out.square().mean() + total_loss(layer)
+            if during == "forward":
+                stack.close()
+            if during == "backward":
+                stack.enter_context(compilation_elsewhere())
+            loss.backward()
+        counts = monitor.collect()["layers"]["gate"]["tokens_per_expert"]
+        gradients = (p.grad for p in layer.parameters() if p.grad is not None)
+        return out, loss, x.grad, torch.tensor(counts, device="cpu"), *layer.buffers(), *gradients
+
+    try:
+        expected = train(None)
+        for ours, theirs in zip(train(part), expected, strict=True):
+            assert torch.equal(ours, theirs)
+    finally:
+        if has_group:
+            dist.destroy_process_group()
 
 
 def check_as_alone(shared, work, num_threads, num_rounds):

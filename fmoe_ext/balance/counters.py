@@ -92,7 +92,7 @@ class LayerCounters:
             # of many tokens every n-th speaks for n
             topk_weights.reshape(topk_idx.shape)[:: max(1, num_tokens // _ENTROPY_SAMPLE)].clone(),
         )
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             self._add([forward])
             return
         if _is_captured(topk_idx):

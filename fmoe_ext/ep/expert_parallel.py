@@ -271,7 +271,13 @@ class ExpertParallel(ExpertPlacement):
     ) -> Exchange:
         """Start sending tokens to their experts; see fmoe_ext.dispatch.dispatch()."""
         if step is None:
-            step = Step(Batch(), None, False, is_counted(), torch.compiler.is_compiling())
+            step = Step(
+                Batch(),
+                None,
+                False,
+                is_counted(),
+                (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()),
+            )
         # Before the first rows: ranks whose layers differ would wait for each other. A compiled graph checks by itself.
         if not step.is_traced and not self._is_checked:
             check_agreement(self.layout, self.group)

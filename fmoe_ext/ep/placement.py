@@ -38,7 +38,11 @@ from fmoe_ext.ep.static import RowLimit
 def constant(values: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """Return an int64 tensor of these values, the same one at every call; not to be changed."""
     # a compiled graph holds constants of its own; eager would copy to the device in each forward
-    return torch.tensor(values, device=device) if torch.compiler.is_compiling() else _kept(values, device)
+    return (
+        torch.tensor(values, device=device)
+        if (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+        else _kept(values, device)
+    )
 
 
 @functools.lru_cache(maxsize=256)

@@ -45,7 +45,7 @@ class GroupRanks(_Members):
     def num_tokens(self, num_local_tokens: int) -> int:
         """Count the tokens of all ranks; a copy to the host."""
         mine = torch.full((1,), num_local_tokens, device=self._device)
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return int(_sum_over_ranks(mine, 1.0, self.group))
         return int(run_or_replay(lambda: _all_reduce(mine, self.group)))
 
@@ -56,7 +56,7 @@ class GroupRanks(_Members):
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         """Sum x over the ranks; the gradient assumes that every rank adds the same loss to its own."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             total: torch.Tensor = _sum_over_ranks(x, self.size / self.num_copies, self.group)
             return total
         return _SumOverRanks.apply(x, self)
@@ -69,7 +69,7 @@ class GroupRanks(_Members):
         x = x.detach()
         if same_size:
             return list(_gather_equal(x, self.size, self.group).unbind())
-        if not torch.compiler.is_compiling():
+        if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
             return gather_rows(x, find_group(self.group))
         sizes = _gather_equal(torch.full((1,), x.shape[0], device=x.device), self.size, self.group)
         return _gather_sized(x, sizes.flatten().tolist(), self.group)

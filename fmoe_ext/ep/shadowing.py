@@ -97,7 +97,7 @@ def fetch(
     after: a tensor that a compiled graph computes first (traced.in_turn).
     """
     present = [w for w in weights if w is not None]
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         fetched = iter(_fetch(in_turn(present, after), list(places), num_local_experts, group_name))
     else:
         fetched = iter(_Fetch.apply(places, num_local_experts, group_name, *present))

@@ -36,7 +36,12 @@ def check_wrappers(layer: nn.Module) -> None:
     layer: an FMoE, or a module of experts that has an expert_parallel.
     """
     experts = _experts_of(layer)
-    if torch.compiler.is_compiling() or _parallel_of(layer) is None or experts is None:
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or torch.compiler.is_exporting()
+        or _parallel_of(layer) is None
+        or experts is None
+    ):
         return
     if engine := running_deepspeed():
         # the ranks to which it copies; None is all

@@ -69,7 +69,9 @@ def frozen_gemm(
         x, bias = cast_for_autocast(x, bias)
         return call_functional("fmoe_ext::frozen_gemm", x, weight.rows(), offs, bias, *packing, False)
     op, arguments = torch.ops.fmoe_ext.frozen_gemm, (x, weight.rows(), offs, bias, *packing, False)
-    if not (x.requires_grad and torch.is_grad_enabled()) or torch.compiler.is_compiling():
+    if not (x.requires_grad and torch.is_grad_enabled()) or (
+        torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    ):
         return op(*arguments)
     return kept.call_with_ticket(op, x.device, *arguments)
 

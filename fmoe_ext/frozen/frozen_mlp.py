@@ -119,7 +119,7 @@ def frozen_mlp(
     if transformed:
         y: torch.Tensor = call_functional("fmoe_ext::frozen_mlp", *arguments)[0]
         return y
-    if not save or torch.compiler.is_compiling():
+    if not save or (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
         return torch.ops.fmoe_ext.frozen_mlp(*arguments)[0]
     # the ticket lives as long as the saved tensors, and with it what was decoded for the backward (kept.py)
     return kept.call_with_ticket(torch.ops.fmoe_ext.frozen_mlp, x.device, *arguments)[0]

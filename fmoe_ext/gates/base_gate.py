@@ -176,7 +176,7 @@ class BaseGate(nn.Module):
     def set_loss(self, loss: torch.Tensor | None, *, constant: bool = False) -> None:
         """Keep the balance loss of this forward, None for none; constant: it would have no gradient in any case."""
         lacks_gradient = self.training and not constant and not torch.is_grad_enabled()
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             if is_exporting():  # an exported program has no state of the module to set
                 return
             # reads nothing: a graph is compiled again for each value that it reads
@@ -193,7 +193,7 @@ class BaseGate(nn.Module):
     @property
     def _loss_of_thread(self) -> _Loss | None:
         """Return the loss that this thread reads; None where a compiled program left it."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             return None
         own = self._losses.last or self._last_loss
         # a compiled forward came after this thread's last eager one
@@ -362,7 +362,7 @@ def tape_of_thread(tapes: dict[int, Any]) -> Any:
 
     Autograd repeats the forwards of a GPU on a thread of its own, which Python did not start: it plays the only tape.
     """
-    if torch.compiler.is_compiling():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
         return next(iter(tapes.values()), None)
     tape = tapes.get(current_thread())
     if tape is None and len(tapes) == 1 and is_repeated():

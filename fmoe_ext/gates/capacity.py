@@ -40,7 +40,7 @@ def fits_drop_choices(topk_idx: torch.Tensor, ranks: Ranks) -> bool:
     A compiler fuses more than this operator does, and a GPU has no kernel for it.
     """
     is_alone = type(ranks) is OneRank and topk_idx.device.type == "cpu"
-    return is_alone and not torch.compiler.is_compiling()
+    return is_alone and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
 
 
 def drop_over_capacity(

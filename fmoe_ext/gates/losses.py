@@ -205,7 +205,7 @@ def total_loss(model: nn.Module) -> torch.Tensor:
             "router_aux_loss_coef times their loss"
         )
     # 1. Warn of a model whose gates balance nothing.
-    warns = model.training and not torch.compiler.is_compiling()
+    warns = model.training and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
     if warns and not any(gate.balances or "no balance" in gate.warned for gate in gates):
         for gate in gates:
             gate.warned.add("no balance")
@@ -244,6 +244,6 @@ def total_loss(model: nn.Module) -> torch.Tensor:
     total = sum((loss.sum() for loss in losses if loss is not None), zero)
     # 5. A loop may call backward() on it, also where it is constant; a graph cannot return such a tensor.
     is_constant = model.training and torch.is_grad_enabled() and not total.requires_grad
-    if is_constant and not torch.compiler.is_compiling():
+    if is_constant and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
         total.requires_grad_()
     return total

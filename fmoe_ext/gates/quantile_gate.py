@@ -148,7 +148,7 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
         return values.topk(place + 1, dim=0).values[-1] if values.shape[0] else None
     mine = torch.full((1,), values.shape[0], device=values.device)
     num_tokens = torch.cat(ranks.gather(mine, same_size=True)).sum()
-    if not torch.compiler.is_compiling() and num_tokens == 0:
+    if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()) and num_tokens == 0:
         return None
     # [E]: how many values are above the wanted one, among those that agree with it in the digits found so far
     num_above = (num_tokens * top_k // num_experts).expand(num_experts)
@@ -178,4 +178,8 @@ def even_quantile(values: torch.Tensor, top_k: int, ranks: Ranks) -> torch.Tenso
             digit = digit ^ 2 ** (_DIGIT - 1)
         found |= digit.to(keys.dtype) << shift
     quantile = torch.where(found < 0, found ^ mask, found).view(values.dtype)  # back to floats
-    return torch.where(num_tokens > 0, quantile, torch.nan) if torch.compiler.is_compiling() else quantile
+    return (
+        torch.where(num_tokens > 0, quantile, torch.nan)
+        if (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+        else quantile
+    )

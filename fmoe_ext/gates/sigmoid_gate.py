@@ -123,7 +123,7 @@ class SigmoidGate(ScoredGate):
             topk_weights = self.weigh(logits, topk_idx)
         if self.training and is_counted():
             add_counts(self.pending_load, count_choices(topk_idx, self.num_experts))
-            if not torch.compiler.is_compiling():
+            if not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()):
                 self._notice_missing_updates(topk_idx.numel())
         return topk_idx, topk_weights
 

@@ -66,7 +66,7 @@ class SinkhornGate(ScoredGate):
 
         def pick() -> torch.Tensor:
             # a graph cannot end rounds by the numbers: there they are one operator
-            if torch.compiler.is_compiling():
+            if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
                 over_ranks = getattr(self.ranks, "balanced_shares", balanced_shares_traced)
                 shares = over_ranks(logits.detach())  # [T, E]
             else:

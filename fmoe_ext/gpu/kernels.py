@@ -282,7 +282,11 @@ class _Chooser(chooser.Chooser):
     """Chooses the kernels for a tensor's device, if that has not been done, and the SMs that a product may take."""
 
     def before(self, t: object) -> None:
-        if SELECTION.is_prepared and not torch.compiler.is_compiling() and isinstance(t, torch.Tensor):
+        if (
+            SELECTION.is_prepared
+            and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+            and isinstance(t, torch.Tensor)
+        ):
             SELECTION.before(t)  # in a compiled graph, the fake kernel has done it (while_compiling)
             SM_MARGIN.give_back_done()
 

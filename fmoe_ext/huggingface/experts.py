@@ -182,7 +182,11 @@ def experts_forward(
     if streamed is not None:
         result: Tensor = streamed.forward(experts, hidden_states, top_k_index, top_k_weights)
         return result
-    if experts.training and torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if (
+        experts.training
+        and torch.is_grad_enabled()
+        and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+    ):
         _warn_of_resume(experts)
     # Weights, biases and adapters.
     has_bias = experts.has_bias

@@ -75,7 +75,7 @@ class _ReverseModeOnly(Library):
                 way_out = (
                     "inside torch.compile: transform the compiled function, as in torch.func.grad(torch.compile(f)), "
                     "or take the gradient by torch.autograd.grad() in it"
-                    if torch.compiler.is_compiling()
+                    if (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
                     else "itself: call the function of fmoe_ext.ops or fmoe_ext.frozen in its place"
                 )
                 raise RuntimeError(
@@ -97,7 +97,9 @@ _functional: Final[dict[str, type[torch.autograd.Function]]] = {}  # by the name
 
 def is_transformed(*tensors: torch.Tensor | None) -> bool:
     """Return whether a transform of torch.func (grad, vjp, jacrev) has wrapped one of these."""
-    return not torch.compiler.is_compiling() and _are_wrapped(*tensors)
+    return not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()) and _are_wrapped(
+        *tensors
+    )
 
 
 def _are_wrapped(*tensors: torch.Tensor | None) -> bool:
@@ -122,7 +124,9 @@ def call(op_name: str, *args: Any) -> Any:
     args: all arguments of the operator; in a backward the first is the gradient.
     """
     # 1. With a gradient of its own, or in a transform: by the autograd.Function.
-    if torch.is_grad_enabled() and not torch.compiler.is_compiling():
+    if torch.is_grad_enabled() and not (
+        torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    ):
         tensors = [t for t in args if isinstance(t, torch.Tensor)]
         if any(t.requires_grad for t in tensors) or is_transformed(*tensors):
             return call_functional(op_name, *args)
@@ -131,7 +135,11 @@ def call(op_name: str, *args: Any) -> Any:
     if unpack_dual(args[0]).tangent is not None:
         refuse_tangents(name, args[0])
     op = getattr(torch.ops.fmoe_ext, name)
-    if torch.is_grad_enabled() and "_backward" in name and not torch.compiler.is_compiling():
+    if (
+        torch.is_grad_enabled()
+        and "_backward" in name
+        and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+    ):
         # with create_graph, but nothing here needs a gradient: the kernel would refuse gradient mode
         with torch.no_grad():
             return op(*args)

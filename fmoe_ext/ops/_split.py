@@ -108,7 +108,7 @@ def differentiate(product: _Product, inputs: Tensors, weights: Tensors) -> torch
 
 def worthwhile(inputs: Tensors, weights: Tensors) -> bool:
     """Return whether inputs and weights need gradients; never while compiling, which traces the operators' own."""
-    if torch.compiler.is_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or not torch.is_grad_enabled():
         return False
     return learns(inputs) and learns(weights)
 

@@ -83,7 +83,10 @@ def drop_choices(
     Raises RuntimeError for an index outside [-1, num_experts), a negative capacity and for other shapes.
     Equivalent to: apply_capacity(topk_idx, num_experts, capacity), and count_tokens of each column of topk_idx.
     """
-    if not (getattr(topk_idx, "is_cuda", False) or torch.compiler.is_compiling()):
+    if not (
+        getattr(topk_idx, "is_cuda", False)
+        or (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+    ):
         return torch.ops.fmoe_ext.drop_choices(topk_idx, num_experts, capacity, topk_weights, uniform)
     if (topk_weights is None) != (uniform is None):
         raise RuntimeError("topk_weights and uniform must both be given, or none of them")

@@ -54,7 +54,11 @@ def balance_loss(logits: torch.Tensor, counts: torch.Tensor, score: str = "softm
     # the operator alone, torch.func's form, or our node, which takes half of the host time (_autograd.py)
     number = SCORES.index(score)
     loss: torch.Tensor
-    if torch.compiler.is_compiling() or not (torch.is_grad_enabled() and logits.requires_grad):
+    if (
+        torch.compiler.is_dynamo_compiling()
+        or torch.compiler.is_exporting()
+        or not (torch.is_grad_enabled() and logits.requires_grad)
+    ):
         return torch.ops.fmoe_ext.balance_loss(logits, counts, number)
     if is_transformed(logits, counts):
         loss = call_functional("fmoe_ext::balance_loss", logits, counts, number)

@@ -41,7 +41,12 @@ def is_batch_invariant() -> bool:
     """Return whether a row's result must not depend on the rows beside it."""
     if not _switch.is_on:
         return False
-    return torch.compiler.is_compiling() or _switch.of_process or _thread.num_blocks > 0
+    return (
+        torch.compiler.is_dynamo_compiling()
+        or torch.compiler.is_exporting()
+        or _switch.of_process
+        or _thread.num_blocks > 0
+    )
 
 
 def use_batch_invariant(on: bool) -> None:

@@ -10,7 +10,11 @@ from fmoe_ext import _env
 
 def wanted(t: Any) -> bool:
     """Return whether to check the values of the indices that go with t; the operator rejects what is no tensor."""
-    return bool(getattr(t, "is_cuda", False) and not torch.compiler.is_compiling() and _env.get("FMOE_DEBUG"))
+    return bool(
+        getattr(t, "is_cuda", False)
+        and not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+        and _env.get("FMOE_DEBUG")
+    )
 
 
 def check(op: Callable[..., Any], *args: Any, cut: tuple[Any, ...] = ()) -> None:

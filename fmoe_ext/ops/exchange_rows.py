@@ -21,7 +21,10 @@ from fmoe_ext.ops._autograd import register_fake
 
 def _has_operator(x: torch.Tensor) -> bool:
     # anything but a tensor goes to the operator, which rejects it
-    return not (getattr(x, "is_cuda", False) or torch.compiler.is_compiling())
+    return not (
+        getattr(x, "is_cuda", False)
+        or (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+    )
 
 
 def pad_routing(

@@ -255,7 +255,10 @@ class _TransposedAtOnce(torch.autograd.Function):
     def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
         y, saved = _Transposed().forward((x, offs), (weight,))
         ctx.save_for_backward(*saved)
-        ctx.is_batch_invariant = not torch.compiler.is_compiling() and is_batch_invariant()
+        ctx.is_batch_invariant = (
+            not (torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting())
+            and is_batch_invariant()
+        )
         return y
 
     @staticmethod

@@ -39,7 +39,6 @@ from fmoe_ext.ops.grouped_gemm import grouped_gemm
 
 _MOST_LOGITS = 1 << 25  # of attention at once
 _ONE_PART = 32768  # numbers that torch gives to one thread (at::internal::GRAIN_SIZE)
-_is_compiling = torch.compiler.is_compiling  # looked up once: the mode asks at every call
 
 
 class _InOrder(TorchFunctionMode):
@@ -48,7 +47,8 @@ class _InOrder(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        if _is_compiling():  # which cannot look into REPLACEMENTS
+        # a graph cannot look into REPLACEMENTS
+        if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting():
             if is_batch_invariant() and func in _PRODUCTS:
                 raise RuntimeError(
                     "batch_invariant() promises that a token's result does not depend on its batch, but not with "

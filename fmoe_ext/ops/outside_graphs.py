@@ -1,6 +1,16 @@
 """Ask the compiler, without importing it: outside_graphs() keeps a function out of graphs, is_exporting() asks.
 
 `import fmoe_ext` must not import torch._dynamo, which takes seconds.
+
+Whether this thread traces a graph, by torch.compile or torch.export, is asked in place:
+
+    torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+
+The compiler reads the first as True where it traces, and Python computes it as False. The second is for torch.export
+with strict=False, which runs Python; its flag is of the process, so train no layer beside an export. Do not ask
+torch.compiler.is_compiling(): while one thread compiles, it is True in all of them, and one that trains eagerly would
+take the branches for graphs. Nor write a function of your own for the two: where a frame is not compiled, the compiler
+compiles that function by itself, and it answers True.
 """
 
 import functools
@@ -31,7 +41,11 @@ def outside_graphs(reason: str) -> Callable[[Callable[P, R]], Callable[P, R]]:
 
         @functools.wraps(function)
         def call(*args: P.args, **kwargs: P.kwargs) -> R:
-            if torch.compiler.is_compiling() or "torch._dynamo" in sys.modules:
+            if (
+                torch.compiler.is_dynamo_compiling()
+                or torch.compiler.is_exporting()
+                or "torch._dynamo" in sys.modules
+            ):
                 return late.disabled(*args, **kwargs)
             return function(*args, **kwargs)
 

@@ -75,7 +75,7 @@ def topk_gate(
     args = (logits, top_k, number, normalize, bias, num_groups, topk_groups, scale)
     # the operator alone, torch.func's form, or our node, which takes half of the host time (_autograd.py)
     has_gradient = torch.is_grad_enabled() and isinstance(logits, torch.Tensor) and logits.requires_grad
-    if torch.compiler.is_compiling() or not has_gradient:
+    if torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting() or not has_gradient:
         return torch.ops.fmoe_ext.topk_gate(*args)
     if is_transformed(logits, bias):
         topk_idx, topk_weights = call_functional("fmoe_ext::topk_gate", *args)
