@@ -17,7 +17,7 @@ from fmoe_ext.checkpoint import CheckpointError
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.adapters import cli, merge
 from fmoe_ext.finetune.adapters.convert import READ_BY_PEFT, convert
-from fmoe_ext.finetune.adapters.options import NO_EFFECT, READ, is_quick, refusals
+from fmoe_ext.finetune.adapters.options import MOST_WAYS, NO_EFFECT, READ, num_ways, refusals
 from fmoe_ext.finetune.adapters.reading import RANK_MAJOR, read_adapter
 from tests.huggingface.huggingface_models import ARCHITECTURES, make_model
 from tests.huggingface.moe_architectures import architectures, tiny_model
@@ -276,6 +276,9 @@ def test_every_option_of_lora_is_read_or_without_effect_or_refused(field):
 
 
 def test_option_of_tomorrow_is_refused_by_name():
+    (pissa,), (loftq,) = (list(refusals({"init_lora_weights": name})) for name in ("pissa_niter_4", "loftq"))
+    assert pissa.endswith("save it again with path_initial_model_for_weight_conversion")
+    assert loftq.endswith("merge it by PEFT's merge_and_unload() into the model that was trained")
     assert list(refusals({"use_tomorrow": True})) == ["use_tomorrow=True is not supported"]
 
 
@@ -306,7 +309,10 @@ def test_check_reports_what_merge_refuses(options, status, said, tmp_path, capsy
 
 def test_pattern_of_many_layers_is_evaluated_and_one_that_explodes_is_not():
     layers = "|".join(map(str, range(60)))
-    assert is_quick(rf"model\.layers\.({layers})\.mlp\..*(gate|up|down)_proj") and is_quick(
-        r".*\.experts\..*down_proj"
-    )
-    assert not is_quick("(ab|..)" * 50 + "z") and not is_quick(".*" * 5 + "z")
+    assert num_ways(rf"model\.layers\.({layers})\.mlp\..*(gate|up|down)_proj", 80) <= MOST_WAYS
+    assert num_ways(r".*\.experts\..*down_proj", 80) <= MOST_WAYS
+    assert num_ways("w2", 7) == 8  # (.*\.)? ends at one of seven places, or is not there
+    assert num_ways("(ab|..)" * 50 + "z", 80) > MOST_WAYS
+    assert num_ways(".*.*.*.*z", 64) > MOST_WAYS
+    assert num_ways(".*.*z", 64) <= MOST_WAYS < num_ways(".*.*z", 1000)
+    assert num_ways("(a*)*b", 1) == num_ways("a" * 501, 1) == float("inf")

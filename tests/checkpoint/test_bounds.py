@@ -127,6 +127,30 @@ def test_many_patterns_of_ranks_are_refused(tmp_path):
             read_adapter(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name, count, pattern, text",
+    [
+        ("a." * 1000 + "experts.0.w1", 1, ".*.*z", "not evaluated on names of 2026 characters"),
+        ("layers.0.experts.0.w1", 1, ".*.*.*.*.*.*.*z", "not evaluated on names of 35 characters"),
+        (
+            "a." * 40 + "experts.{}.w1",
+            1000,
+            ".*.*z",
+            "the 100 patterns of rank_pattern may take very long for 1000",
+        ),
+    ],
+)
+def test_patterns_that_take_very_long_are_refused(tmp_path, name, count, pattern, text):
+    """ ".*.*.*.*z" took 3 s on one name of 192 characters, and 25 times that on one twice as long."""
+    tensors = {f"{name.format(e)}.lora_A.weight": torch.zeros(1, 1) for e in range(count)}
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    patterns = {f"{pattern}{i}": 1 for i in range(1 if count == 1 else 100)}
+    config = {"peft_type": "LORA", "r": 1, "lora_alpha": 1, "rank_pattern": patterns}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=text):
+        read_adapter(tmp_path)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     transformers = pytest.importorskip("transformers", reason="pip install transformers")
@@ -179,7 +203,7 @@ def by_adapter_check(path):
     from fmoe_ext.checkpoint.model_folder import ModelFolder
     from fmoe_ext.finetune.adapters.check import logits
 
-    logits(None, ModelFolder(path), path)
+    logits(ModelFolder(path), path)
 
 
 def by_from_pretrained(path):

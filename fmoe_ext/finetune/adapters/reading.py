@@ -35,10 +35,13 @@ from fmoe_ext.checkpoint.safetensors_file import (
     read_unmapped,
     verify_safetensors,
 )
-from fmoe_ext.finetune.adapters.options import is_quick, refusals
+from fmoe_ext.finetune.adapters.options import MOST_WAYS, num_ways, refusals
 from fmoe_ext.finetune.adapters.packing import EXPERT_MAJOR, MAX_TENSORS, RANK_MAJOR, Evidence, unpacked
 
 _MOST_MATCHES = 10**7  # of patterns with the names of modules: a second or so
+_MOST_WAYS_IN_ALL = (
+    2**34
+)  # of all patterns through all names: some minutes at worst, milliseconds in real adapters
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 PREFIX = "base_model.model."  # of PEFT, before the model's own names
 _LEAVES = r"w1|w2|w3|gate_proj|up_proj|down_proj"
@@ -143,7 +146,7 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
             raise CheckpointError(
                 f"{folder}/{CONFIG}: {name} has {count} patterns for {len(tensors)} tensors, which is too many to try"
             )
-    _check_config(folder, config)
+    _check_config(folder, config, tensors)
     verify_safetensors(inside(folder, WEIGHTS))
     try:
         noted = json.loads(metadata.get(OURS, "{}")).get("packing")  # by convert(); its checksum covers it
@@ -182,7 +185,7 @@ def read_adapter(folder: Path, packing: str | None = None, orientation: str | No
     return adapter
 
 
-def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
+def _check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str, StoredTensor]) -> None:
     """Raise CheckpointError for another kind of adapter, and for values of a type that PEFT does not write."""
     if config.get("peft_type") != "LORA":
         raise CheckpointError(
@@ -210,11 +213,20 @@ def _check_config(folder: Path, config: Mapping[str, Any]) -> None:
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict) or not all(_is_number(value, kind) for value in patterns.values()):
             raise CheckpointError(f"{folder}/{CONFIG}: {name} must map patterns to positive numbers")
+        # a module's name is shorter than those of its tensors
+        longest = max((len(key.removeprefix(PREFIX)) for key in tensors), default=0)
+        ways = {key: num_ways(key, longest) for key in patterns}
         for key in patterns:
-            if not is_quick(key):
+            if ways[key] > MOST_WAYS:
                 raise CheckpointError(
-                    f"{folder}/{CONFIG}: {name} has a pattern that is not evaluated: {key[:80]!r}"
+                    f"{folder}/{CONFIG}: {name} has a pattern that is not evaluated on names of {longest} characters, "
+                    f"for it may take very long: {key[:80]!r}"
                 )
+        if sum(ways.values()) * len(tensors) > _MOST_WAYS_IN_ALL:
+            raise CheckpointError(
+                f"{folder}/{CONFIG}: the {len(patterns)} patterns of {name} may take very long for {len(tensors)} "
+                "tensors: write them with fewer of .*, .+ and \\d+"
+            )
 
 
 def _is_number(value: object, kind: Any) -> bool:
