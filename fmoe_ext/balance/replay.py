@@ -5,8 +5,8 @@ A gate's forward asks a tape for its choices (views.py), and there are two tapes
     _Recorder   lets the gate choose, and keeps the choices before and after some were dropped
     _Player     gives forward number n the n-th recorded choices, from the first again after the last
 
-Weights and gradients are those of the gate's present logits at the given choices. Where valid_tokens() leaves padding
-out, choices that were recorded for all tokens are cut to those of the real ones.
+Weights and gradients are those of the gate's present logits at the given choices. Inside valid_tokens() our gates get
+real tokens alone: choices that were recorded for all tokens are cut to those. Other libraries' routers get all tokens.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from torch import nn
 from fmoe_ext.balance.views import GateView, RouterView, Tape, views_of
 from fmoe_ext.tokens import current_batch
 
-CHOOSE_ANEW = -2  # in place of all choices of a token that was not recorded: it chooses in the replay
+CHOOSE_ANEW = -2  # stands for every choice of a token without a record, which then chooses for itself
 
 
 class Choices(NamedTuple):
     """Choices of one forward of a gate.
 
-    A token whose choices are all CHOOSE_ANEW (-2) chooses for itself when the rest is played.
+    A token whose choices are all CHOOSE_ANEW (-2) chooses for itself when the others' are replayed.
     """
 
     selected: torch.Tensor  # [T, K], before choices were dropped
@@ -63,7 +63,7 @@ class RoutingReplay:
         self.views = views_of(model, "record")
         self.gates = {name: view.module for name, view in self.views.items()}
         self.choices: dict[str, list[Choices]] = {}
-        # the lists of the last record(): a gate may choose an expert twice (SwipeGate), arrays from outside may not
+        # the lists of the last record(), so that _check() lets a gate choose an expert twice (SwipeGate)
         self._recorded: dict[str, list[Choices]] = {}
 
     @contextmanager
@@ -80,11 +80,11 @@ class RoutingReplay:
         self.check_recorded()
         for name, view in self.views.items():
             _check(name, view, self.choices[name], self.choices[name] is self._recorded.get(name))
-        with self._tapes(lambda name: _Player(self.choices[name], self.views[name].module)):
+        with self._tapes(lambda name: _Player(self.choices[name], self.views[name])):
             yield self
 
     def check_recorded(self) -> None:
-        """Raise RuntimeError for gates without choices, as those of heads that ran in no recorded forward."""
+        """Raise RuntimeError for gates without choices, such as those of heads that no recorded forward ran."""
         missing = [name for name in self.views if not self.choices.get(name)]
         if missing:
             raise RuntimeError(
@@ -93,7 +93,7 @@ class RoutingReplay:
             )
 
     def remove(self) -> None:
-        """Remove the hooks of other libraries' routers; a forward that a later backward repeats chooses anew then."""
+        """Remove the hooks of other libraries' routers; a forward that a backward repeats after this chooses anew."""
         for view in self.views.values():
             view.remove()
 
@@ -113,11 +113,25 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
             )
         if selected.dim() != 2:
             raise ValueError(f"{name}: the choices must be [tokens, K], but are {list(selected.shape)}")
-        # -1: dropped; -2: chooses anew
-        outside = (selected >= view.num_experts) | (selected < CHOOSE_ANEW)
-        if bool(outside.any()):
+        for chosen in (selected, kept):
+            # -1: dropped; -2: chooses anew
+            outside = (chosen >= view.num_experts) | (chosen < CHOOSE_ANEW)
+            if bool(outside.any()):
+                raise ValueError(
+                    f"{name}: the choices name expert {int(chosen[outside][0])}, but there are {view.num_experts} "
+                    "experts"
+                )
+            is_anew = chosen == CHOOSE_ANEW
+            in_part = is_anew.any(1) & ~is_anew.all(1)
+            if bool(in_part.any()):
+                row = int(in_part.nonzero()[0])
+                raise ValueError(
+                    f"{name}: token {row} has {chosen[row].tolist()}, but all choices of a token must be {CHOOSE_ANEW} "
+                    "or none. Where a token has fewer choices, fill up with -1"
+                )
+        if not torch.equal(selected == CHOOSE_ANEW, kept == CHOOSE_ANEW):
             raise ValueError(
-                f"{name}: the choices name expert {int(selected[outside][0])}, but there are {view.num_experts} experts"
+                f"{name}: selected and kept differ in the tokens that choose anew ({CHOOSE_ANEW})"
             )
         # twice in a row: equal neighbours among the row's sorted choices
         ordered = selected.sort(1).values
@@ -128,7 +142,7 @@ def _check(name: str, view: GateView, choices: list[Choices], is_recorded: bool)
                 f"{name}: token {row} chooses an expert twice, {selected[row].tolist()}: its weights would count that "
                 "expert once too often. Where a token has fewer choices, fill up with -1"
             )
-        # their topk gathers a score for each choice, and -1 has none
+        # the topk of other libraries' routers gathers a score for each choice, and -1 has none
         if isinstance(view, RouterView) and bool((selected == -1).any()):
             raise ValueError(f"{name}: {type(view.module).__name__} cannot drop choices, but some are -1")
 
@@ -152,9 +166,10 @@ class _Recorder:
 
 
 class _Player:
-    def __init__(self, choices: list[Choices], gate: nn.Module) -> None:
-        own = next(chain(gate.parameters(), gate.buffers()), None)
+    def __init__(self, choices: list[Choices], view: GateView) -> None:
+        own = next(chain(view.module.parameters(), view.module.buffers()), None)
         self.choices = choices
+        self._sees_padding = isinstance(view, RouterView)
         if own is not None:  # choices of an inference engine or of a file are on the CPU
             self.choices = [Choices(*(part.to(own.device) for part in pair)) for pair in choices]
         self.num_played = 0
@@ -179,10 +194,10 @@ class _Player:
 
     @property
     def _current(self) -> Choices:
-        """Return the choices of this forward, cut to its real tokens if padding has some, too."""
+        """Return the choices of this forward, cut to the real tokens if the gate sees only these."""
         choices, batch = self.choices[self.num_played % len(self.choices)], current_batch()
         # rows: the places of the real tokens among num_tokens
-        if batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
+        if self._sees_padding or batch.rows is None or batch.num_tokens != choices.kept.shape[0]:
             return choices
         return Choices(*(batch.take(part.to(batch.rows.device)) for part in choices))
 

@@ -1,11 +1,11 @@
 """Define the classes of experts that servers can host, and compute many experts of one class together.
 
 An ExpertClass has a name (--expert_cls): ffn, transformer, nop, det_dropout, or a registered one. A *stack* holds all
-experts of a server, each at a *place*, a number from 0 on. ExpertHost gives it a batch as one Part an expert, and gets
-outputs or Gradients back, one a part:
+experts of a server, each at a *place*, a number from 0 on. ExpertHost gives it a batch as one Part per expert, and
+gets outputs or Gradients back, one per part; a part's tensors may be on the CPU, the results are on the stack's device:
     _GroupedStack   every parameter has dimension 0 for the places, [places, ...], so that all experts with rows compute
                     as one grouped product (ffn)
-    _ModuleStack    one nn.Module an expert, called one after the other (any class)
+    _ModuleStack    one nn.Module per expert, called one after the other (any class)
 Gradients do not depend on which experts share a batch, to the last bit: replicas repeat an update in other batches.
 Shapes: R rows of a batch, D hidden_dim, E experts; B, S, D of a transformer's batch, sequence and width.
 """
@@ -64,7 +64,7 @@ class _StackedFfn(nn.Module):
 
 
 class _TransformerBlock(nn.Module):
-    """A pre-made nn.TransformerEncoderLayer over [B, S, D], without dropout: backward repeats forward exactly."""
+    """PyTorch's nn.TransformerEncoderLayer over [B, S, D], without dropout: backward repeats forward exactly."""
 
     def __init__(self, hidden_dim: int):
         super().__init__()
@@ -109,7 +109,7 @@ class ExpertClass:
     name: str
     make: Callable[[int], nn.Module]  # (hidden_dim) -> one expert
     sample: Callable[[int], tuple[torch.Tensor, ...]]  # (hidden_dim) -> one row of each input
-    # (num_experts, hidden_dim) -> experts that compute together; None: one module an expert
+    # (num_experts, hidden_dim) -> experts that compute together; None: one module per expert
     make_stacked: Callable[[int, int], _StackedFfn] | None = None
     keywords: tuple[str, ...] = ()  # names of the last inputs, if forward takes them by keyword
 
@@ -210,7 +210,7 @@ def find_schema(expert_class: ExpertClass, hidden_dim: int) -> Schema:
     """Return the schema of a class: its inputs as it declares them, its outputs as found by calling one expert."""
     samples = expert_class.sample(hidden_dim)
     has_any_size = any(0 in x.shape for x in samples)
-    # one row of zeros; a size that may be any is 1 here, and then 2, which shows the sizes of the output that follow it
+    # one row of zeros; a free size is 1 here and then 2: sizes of the output that change with it are free, too
     rows, longer = (
         [torch.zeros(1, *(size or n for size in x.shape), dtype=x.dtype, device="cpu") for x in samples]
         for n in (1, 2)
@@ -257,7 +257,7 @@ class Gradients:
 
 
 def make_stack(expert_class: ExpertClass, hidden_dim: int, device: torch.device) -> "Stack":
-    """Make an empty stack: grouped if the class can compute so, otherwise of one module an expert."""
+    """Make an empty stack: grouped if the class can compute so, otherwise of one module per expert."""
     if expert_class.make_stacked is not None:
         with torch.device("cpu"):
             module = expert_class.make_stacked(1, hidden_dim)
@@ -278,7 +278,7 @@ class _GroupedStack:
         self._parameters = [p.detach().new_empty((0, *p.shape[1:])) for p in module.parameters()]
 
     def resize(self, num_places: int) -> None:
-        """Change the number of places and keep the experts there are. Earlier views() are of the old memory."""
+        """Change the number of places and keep the experts. views() made before still point to the old memory."""
         for n, old in enumerate(self._parameters):
             kept = min(num_places, old.shape[0])
             self._parameters[n] = old.new_zeros((num_places, *old.shape[1:]))
@@ -304,7 +304,7 @@ class _GroupedStack:
         leaves = [rows.requires_grad_(), *(p.requires_grad_() for p in parameters)]
         y = self._module.compute(leaves[1:], rows, counts)
         grad = _cat([part.grad for part in parts if part.grad is not None])
-        d_rows, *d_parameters = torch.autograd.grad(y, leaves, grad)
+        d_rows, *d_parameters = torch.autograd.grad(y, leaves, grad.to(y.device))
         by_part = d_rows.split([part.inputs[0].shape[0] for part in parts])
         found = []
         for part, d_inputs in zip(parts, by_part, strict=True):
@@ -363,7 +363,9 @@ class _ModuleStack:
             inputs = [x.requires_grad_() if x.is_floating_point() else x for x in tensors]
             trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
             leaves = [x for x in inputs if x.requires_grad] + list(trained.values())
-            given = torch.autograd.grad(self._compute(module, inputs), leaves, part.grad, allow_unused=True)
+            y, grad = self._compute(module, inputs), part.grad
+            grad = None if grad is None else grad.to(y.device)
+            given = torch.autograd.grad(y, leaves, grad, allow_unused=True)
             # in the order of `leaves`, inputs first; zeros for what the output does not use
             queue = iter(torch.zeros_like(x) if g is None else g for x, g in zip(leaves, given, strict=True))
             d_inputs = tuple(next(queue) if x.requires_grad else None for x in inputs)

@@ -199,3 +199,19 @@ def test_replay_of_an_expert_twice_in_a_row_is_refused():
         expected = layer(x)
     with replay.play():
         assert torch.equal(layer(x), expected)
+
+
+@pytest.mark.parametrize(
+    "selected, kept, text",
+    [
+        ([[0, 1]], [[0, 4]], "gate: the choices name expert 4, but there are 4 experts"),
+        ([[3, -2]], [[3, -2]], r"gate: token 0 has \[3, -2\], but all choices of a token must be -2 or none"),
+        ([[-2, -2]], [[0, 1]], r"gate: selected and kept differ in the tokens that choose anew \(-2\)"),
+    ],
+)
+def test_choices_that_experts_would_get_are_checked(selected, kept, text):
+    layer = FMoETransformerMLP(4, 8, 16, gate="softmax")
+    replay = RoutingReplay(layer)
+    replay.choices = {"gate": [Choices(torch.tensor(selected), torch.tensor(kept))]}
+    with pytest.raises(ValueError, match=text), replay.play():
+        pass

@@ -121,6 +121,33 @@ def test_watch_counts_real_tokens():
     monitor.remove()
 
 
+def test_padding_on_the_left_plays_the_choices_of_its_own_tokens():
+    """Inside valid_tokens() choices for 24 tokens were cut to the 17 real ones, and given to the first 17 tokens."""
+    model, ids = make("OlmoeForCausalLM"), make_ids()
+    mask = torch.ones_like(ids)
+    mask[0, :7] = 0
+    places = (mask.cumsum(1) - 1).clamp(min=0)
+    padded = {"input_ids": ids, "attention_mask": mask, "position_ids": places}
+    other_model = make("OlmoeForCausalLM", seed=1)
+    other = RoutingReplay(other_model)
+    with valid_tokens(mask), other.record():
+        other_model(**padded)
+    replay = RoutingReplay(model)
+    replay.choices = other.choices
+    with valid_tokens(mask), replay.play():
+        logits = model(**padded).logits
+    # the first sequence without its padding, and the second, which has none
+    for row, begin in ((0, 7), (1, 0)):
+        real = slice(12 * row + begin, 12 * row + 12)
+        replay.choices = {
+            name: [type(c)(c.selected[real], c.kept[real]) for c in of_gate]
+            for name, of_gate in other.choices.items()
+        }
+        with replay.play():
+            alone = model(input_ids=ids[row : row + 1, begin:]).logits
+        torch.testing.assert_close(logits[row, begin:], alone[0])
+
+
 def test_routed_experts_there_and_back():
     """An engine's arrays, one without a row for the last token: what they name is chosen, the rest anew."""
     model, ids = make("OlmoeForCausalLM"), make_ids()

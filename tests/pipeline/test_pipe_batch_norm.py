@@ -96,3 +96,27 @@ def test_converted_module_counts_the_new_number_of_microbatches():
         again(part)
     assert again[0].num_batches_tracked == 1
     torch.testing.assert_close(again[0].running_var, plain[0].running_var)
+
+
+def test_frozen_norm_stays_frozen():
+    model = nn.Sequential(nn.BatchNorm1d(3).eval(), nn.BatchNorm1d(3))
+    model[0].running_mean.fill_(2.0)
+    deferred = defer_batch_norm(model, 1)
+    assert [norm.training for norm in deferred] == [False, True]
+    x = torch.randn(6, 3)
+    torch.testing.assert_close(deferred[0](x), (x - 2) / (1 + deferred[0].eps) ** 0.5)
+    assert deferred[0].running_mean.tolist() == [2.0] * 3
+
+
+@pytest.mark.parametrize("place", ["2", "1.0"])
+def test_norm_that_stands_in_two_places_is_refused(place):
+    """The second place kept a plain norm, which moved the shared statistics at every microbatch."""
+    norm = nn.BatchNorm1d(3)
+    model = (
+        nn.Sequential(norm, nn.Sequential(norm)) if place == "1.0" else nn.Sequential(norm, nn.ReLU(), norm)
+    )
+    with pytest.raises(
+        ValueError, match=f"0 and {place} are one batch norm, whose statistics cannot be deferred"
+    ):
+        defer_batch_norm(model, 2)
+    assert model[0] is norm

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.remote import Training, register_expert_class
-from fmoe_ext.remote.expert_classes import find_expert_class
+from fmoe_ext.remote.expert_classes import Part, _GroupedStack, find_expert_class, make_stack
 from fmoe_ext.remote.schema import SchemaError, is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
 from fmoe_ext.remote.server.host import Answer, ExpertHost
@@ -229,3 +229,31 @@ def test_replies_are_kept_as_long_as_their_request_ids():
     assert len(host._replies) == MAX_REMEMBERED_IDS
     assert host._replies.get("expert.0", f"{49:032x}") is None
     assert host._replies.num_bytes == MAX_REMEMBERED_IDS * D * 4
+
+
+class Scale(nn.Module):
+    """Experts of a grouped stack, without the reads of values that tensors on the meta device lack."""
+
+    def __init__(self):
+        super().__init__()
+        self.factor = nn.Parameter(torch.empty(1, D))
+
+    def compute(self, parameters, rows, tokens_per_expert):
+        return rows * parameters[0].sum(0)
+
+
+def test_gradients_come_to_the_device_of_the_experts():
+    """The wire makes all tensors on the CPU, and autograd refuses a gradient on another device than the output."""
+    stacks = (
+        make_stack(find_expert_class("transformer"), D, torch.device("meta")),
+        _GroupedStack(Scale().to("meta")),
+    )
+    for stack, shape in zip(stacks, ((3, 5, D), (3, D)), strict=True):
+        stack.resize(2)
+        parts = [Part(place, (torch.randn(shape),), torch.randn(shape)) for place in range(2)]
+        for part, found in zip(parts, stack.backward(parts), strict=True):
+            assert found.inputs[0].shape == shape and found.inputs[0].device.type == "meta"
+            for name, p in stack.views(part.place).items():
+                assert (
+                    found.parameters[name].shape == p.shape and found.parameters[name].device.type == "meta"
+                )

@@ -1,7 +1,8 @@
 """Batch normalisation under microbatches: running statistics of the whole batch, each batch counted once.
 
 A microbatch is normalised by its own mean and variance; those of the batch cannot be known before its last microbatch.
-Sums and sums of squares are collected instead, and give the running statistics a step as for the whole batch.
+Sums and sums of squares are collected instead, and then move the running statistics once, as one batch norm over the
+whole batch would.
 Pipe(deferred_batch_norm=True) puts these norms in and calls begin_batch(); the gradients stay those of microbatches.
 """
 
@@ -18,8 +19,8 @@ from fmoe_ext.pipeline.batch_norm import BATCH_NORMS, is_recomputing
 class DeferredBatchNorm(nn.Module):
     """Batch norm that normalises each microbatch by itself and moves its running statistics once a batch.
 
-    It takes over the parameters and buffers of an nn.BatchNorm1d / 2d / 3d. chunks: microbatches of a batch
-    (torchgpipe, Kim et al. 2020).
+    From torchgpipe (Kim et al. 2020). It takes over the parameters, buffers and mode of an nn.BatchNorm1d / 2d / 3d.
+    chunks: microbatches of a batch.
     """
 
     running_mean: Tensor
@@ -29,15 +30,16 @@ class DeferredBatchNorm(nn.Module):
     def __init__(self, norm: BatchNorm1d | BatchNorm2d | BatchNorm3d, chunks: int):
         super().__init__()
         self.num_features, self.eps, self.momentum = norm.num_features, norm.eps, norm.momentum
-        self.chunks = chunks
+        self.chunks = chunks  # FairScale's attribute; forward() reads `expected`
         self.weight, self.bias = norm.weight, norm.bias
         for name in ("running_mean", "running_var", "num_batches_tracked"):
             self.register_buffer(name, getattr(norm, name))
         self.expected = chunks
+        self.train(norm.training)
         self._begin()
 
     def begin_batch(self, chunks: int) -> None:
-        """Begin a batch of `chunks` microbatches; what an unfinished batch has left is forgotten."""
+        """Begin a batch of `chunks` microbatches; sums of an unfinished batch are dropped."""
         self.expected = chunks
         self._begin()
 
@@ -84,14 +86,25 @@ class DeferredBatchNorm(nn.Module):
 def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     """Replace each batch norm that keeps running statistics by a DeferredBatchNorm.
 
-    Those that the module has already count as many microbatches from now on.
+    A DeferredBatchNorm that is already there is set to `chunks`. Raises ValueError for a norm that stands in two
+    places, whose sums would mix.
     """
-    if isinstance(module, DeferredBatchNorm):
-        module.chunks = chunks
-        module.begin_batch(chunks)
-        return module
-    if isinstance(module, BATCH_NORMS) and module.track_running_stats:
-        return DeferredBatchNorm(module, chunks)
-    for name, child in module.named_children():
-        setattr(module, name, defer_batch_norm(child, chunks))
+    found: dict[nn.Module, str] = {}  # {norm: where it stands}
+    for name, norm in module.named_modules(remove_duplicate=False):
+        if isinstance(norm, DeferredBatchNorm):
+            norm.chunks = chunks
+            norm.begin_batch(chunks)
+        elif isinstance(norm, BATCH_NORMS) and norm.track_running_stats:
+            if norm in found:
+                raise ValueError(
+                    f"{found[norm]} and {name} are one batch norm, whose statistics cannot be deferred: give each "
+                    "place a norm of its own"
+                )
+            found[norm] = name
+    for norm, name in found.items():
+        deferred = DeferredBatchNorm(norm, chunks)
+        if not name:
+            return deferred
+        parent, _, leaf = name.rpartition(".")
+        setattr(module.get_submodule(parent), leaf, deferred)
     return module
