@@ -1,15 +1,17 @@
 """Convert MoE layers between our names and shapes and those of Hugging Face's models, in state dicts of whole models.
 
 ours     gate.gate.weight [E, D], experts.htoh4.weight [E, 2H, D], experts.h4toh.weight [E, D, H]:
-         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False; ungated experts have htoh4 [E, H, D]
+         FMoETransformerMLP with a gated activation, bias=False, gate_bias=False (GPT-OSS: with biases); ungated
+         experts have htoh4 [E, H, D]
 theirs   a Layout of families/; "fused" is what most modules of Transformers have: gate.weight,
          experts.gate_up_proj [E, 2H, D], experts.down_proj [E, D, H]
 
 A state dict does not say which layout it has, so find_layer() looks for the names of all layouts, and tells those that
-share names apart by their shapes. _to_layout() is the way back. Both make StoredTensors: a weight is read when the
-result is, one expert of it if only its rows are asked for. All other tensors of a model pass through under their names.
+share names apart by their shapes. _to_layout() is the way back. Both make StoredTensors: weights are read when
+a result is read; asked for some rows, it reads those experts only. All other tensors of a model pass through under
+their names.
 
-load(), `fmoe checkpoint`, import_model() and export() convert by them.
+load(), `fmoe checkpoint`, import_model() and export() use from_huggingface() and to_huggingface().
 
 E experts, D width of the model, H width of an expert. "In turn" are rows gate, up, gate, up, ... (GPT-OSS).
 """
@@ -69,13 +71,15 @@ _EXPERTS = re.compile(
     rf"|experts\.\d+\.(?:{'|'.join(map(re.escape, UP_DOWN))})"
     rf"|{'|'.join(re.escape(first) for first, _ in (*STACKED, *UNGATED))})"
 )
+_ONE_LINEAR = "the layer with gate='softmax', or another gate whose router is one linear layer"
 _OURS = re.compile(r"((?:.*\.)?)experts\.htoh4\.weight")  # not of shared_experts.mlp
 
 
 def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, StoredTensor], set[str]] | None:
-    """Find the layer at a prefix, in whatever layout -> ({name in our layer: tensor}, names used); None if none is.
+    """Find the layer at a prefix, in whatever layout -> ({name in our layer: tensor}, names used).
 
-    gate: name of its gate in the layout. Raises CheckpointError if experts are missing or differ.
+    None if there is no layer. gate: name of its gate in the layout. Raises CheckpointError if experts are missing or
+    differ.
     """
     layer: dict[str, StoredTensor] = {}
     used: set[str] = set()  # the caller refuses, or passes on, what is not in it
@@ -90,20 +94,31 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
         if (tensor := get(theirs)) is not None:
             layer[ours] = tensor
 
-    def stacked(first: str, second: str) -> bool:
-        w1, w2 = get(first), get(second)
+    def get_pair(first: str, second: str) -> tuple[StoredTensor, StoredTensor] | None:
+        w1, w2 = tensors.get(prefix + first), tensors.get(prefix + second)
         if w1 is None or w2 is None:
+            return None
+        used.update((prefix + first, prefix + second))
+        return w1, w2
+
+    def stacked(first: str, second: str) -> bool:
+        if (pair := get_pair(first, second)) is None:
             return False
-        # Two layouts have these names. Stored for x @ W are [E, D, 2H] and [E, H, D]; for [E, 2H, D] and [E, D, H]
-        # this compares D with 2D
+        w1, w2 = pair
+        # Two layouts share these names. Weights stored for x @ W have shapes [E, D, 2H] and [E, H, D]; for [E, 2H, D]
+        # and [E, D, H] this compares D with 2D
         is_turned = len(w1.shape) == len(w2.shape) == 3 and w1.shape[2] == 2 * w2.shape[1]
-        b1, b2 = get(f"{first}_bias"), get(f"{second}_bias")
-        if b1 is not None and b2 is not None:  # GPT-OSS
+        biases = get_pair(f"{first}_bias", f"{second}_bias")
+        for name, other in ((first, second), (second, first)):
+            if biases is None and f"{prefix}{name}_bias" in tensors:
+                raise CheckpointError(f"{prefix}{name}_bias is there, but {prefix}{other}_bias is missing")
+        if biases is not None:  # GPT-OSS
             if not is_turned:
                 raise CheckpointError(
-                    f"{prefix}experts: gate_up_proj {list(w1.shape)} and down_proj {list(w2.shape)} beside biases "
-                    "must be [E, D, 2H] and [E, H, D], as those of GPT-OSS"
+                    f"{prefix}{first} {list(w1.shape)} and {second} {list(w2.shape)} beside biases must be "
+                    "[E, D, 2H] and [E, H, D], as those of GPT-OSS"
                 )
+            b1, b2 = biases
             w1 = by_rows(w1, _transposed(w1), lambda w: _one_after_the_other(w.transpose(1, 2)))
             w2 = by_rows(w2, _transposed(w2), lambda w: w.transpose(1, 2))
             layer.update({B1: by_rows(b1, b1.shape, _one_after_the_other), B2: b2})
@@ -121,17 +136,18 @@ def find_layer(tensors: _Tensors, prefix: str, gate: str) -> tuple[dict[str, Sto
         wanted = [(e, leaf) for e in range(num_experts) for leaf in leaves]
         missing = [f"{prefix}experts.{e}.{leaf}" for e, leaf in wanted if (e, leaf) not in found]
         if missing:
-            raise CheckpointError(f"missing: {', '.join(missing)}")
+            raise CheckpointError(
+                f"{prefix}experts: {len(missing)} tensors are missing, the first is {missing[0]}"
+            )
         *first, down = ([tensors[found[e, leaf]] for e in range(num_experts)] for leaf in leaves)
         layer.update({W1: joined(prefix, *first), W2: joined(prefix, down)})
         used.update(found.values())
         return True
 
     def ungated(up: str, down: str) -> bool:
-        w1, w2 = get(up), get(down)
-        if w1 is None or w2 is None:
+        if (pair := get_pair(up, down)) is None:
             return False
-        layer.update({W1: w1, W2: w2})
+        layer.update(zip((W1, W2), pair, strict=True))
         return True
 
     # The experts. Those without a gate come last: up and down of gated experts have these names too
@@ -194,7 +210,7 @@ def _to_layout(prefix: str, layer: _Tensors, layout: Layout) -> dict[str, Stored
         found = ", ".join(sorted(name for name in left if name.startswith("gate."))) or "nothing"
         raise CheckpointError(
             f"{prefix}gate has {found}, but the router of this Hugging Face layout needs {', '.join(missing)}: build "
-            f"the layer with gate={'normed' if layout.gate_scales else 'softmax'!r}, or another gate of that format"
+            + ("the layer with gate='normed'" if layout.gate_scales else _ONE_LINEAR)
         )
     # Gate and experts: interleaved with biases, one tensor for each expert, or stacks
     num_experts = w1.shape[0]
@@ -355,8 +371,9 @@ def to_huggingface(
     layout: str | Layout = "fused",
     routing: Mapping[str, Mapping[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """Convert a model or a state dict in our layout to a Hugging Face layout, one of LAYOUTS.
+    """Convert a model or a state dict in our layout to a Hugging Face layout.
 
+    layout: a name in LAYOUTS, or a Layout, for which gates are not checked.
     routing: {layer: what its gate computes}, as in Manifest.routing; a model brings its own. Without it gates are not
     checked, because a bare state dict does not say what they compute.
     Raises CheckpointError for what the layout has no place for (biases that are not zero, shared experts), and for
@@ -409,7 +426,7 @@ def to_huggingface(
 
 
 def read_model(folder: ModelFolder, names: Container[str] = ()) -> tuple[dict[str, StoredTensor], bool]:
-    """Read the tensors of all files of a folder -> ({name: StoredTensor} in our layout, were they in another one)."""
+    """Read all files of a folder -> ({name: StoredTensor} in our layout, whether they were in another)."""
     tensors: dict[str, StoredTensor] = {}
     for found in folder.without_replaced({file: read_safetensors(file)[0] for file in folder.paths}).values():
         tensors |= found

@@ -1,4 +1,4 @@
-"""SigmoidGate: loads kept even by a bias instead of a loss; and the same gate with two other scores.
+"""SigmoidGate: balances loads by a bias instead of a loss. Two subclasses use other scores.
 
 A balance loss pulls the router's weights away from what the model's own loss wants. Instead, each expert has a bias
 that is added to its score for the selection alone, so that it has no gradient. Training counts the choices of each
@@ -32,7 +32,7 @@ class SigmoidGate(ScoredGate):
     balancing"). Every rank that counts must step. A step that torch.amp.GradScaler skips moves nothing; its choices
     count at the next. Where no such optimizer steps (a loop or library that writes parameters itself, or steps copies
     of them), call update_biases(model) after each step: a warning says so after 1000 forwards without an update.
-    Calling it although an optimizer has stepped does no harm: no choices are left to count. A gate without trainable
+    update_biases() after an optimizer's step does no harm: no choices are left to count. A gate without trainable
     parameters keeps its bias. Under Megatron's `--moe-router-enable-expert-bias`, Megatron moves it, at its own rate.
 
     DeepSeek-V3: top_k=8, num_groups=8, topk_groups=4, scale=2.5 (`routed_scaling_factor`), balance_loss="sequence",
@@ -81,7 +81,10 @@ class SigmoidGate(ScoredGate):
         if biased not in ("scores", "logits"):
             raise ValueError(f'biased must be "scores" or "logits", but got {biased!r}')
         if biased == "logits" and self.topk_groups < self.num_groups:
-            raise ValueError(f'biased="logits" ranks no groups, but num_groups is {self.num_groups}')
+            raise ValueError(
+                'biased="logits" cannot be limited to groups: leave num_groups and topk_groups out (got '
+                f"{self.num_groups} and {self.topk_groups})"
+            )
         self.bias_update_speed = bias_update_speed
         self.biased = biased
         self.register_buffer("expert_bias", torch.zeros(self.num_experts))
@@ -138,8 +141,8 @@ class SigmoidGate(ScoredGate):
         # where less is pending than was counted, Megatron has emptied pending_load, and moves the bias itself
         if int(self.pending_load.sum()) >= self._counted_since_update:
             warnings.warn(
-                f"the expert_bias of a SigmoidGate has not moved for {self._forwards_since_update} training forwards: "
-                "no torch.optim optimizer that has the gate's parameters has stepped. Call "
+                f"the expert_bias of a {type(self).__name__} has not moved for {self._forwards_since_update} training "
+                "forwards: no torch.optim optimizer that has the gate's parameters has stepped since. Call "
                 "fmoe_ext.gates.update_biases(model) after each step, or pass bias_update_speed=0",
                 stacklevel=2,
             )
@@ -157,16 +160,19 @@ class SigmoidGate(ScoredGate):
         """
         load = self.ranks.sum(self.pending_load)  # integers: float32 rounds those above 2^24
         self.expert_bias = self.expert_bias.float()  # where .half() or .bfloat16() had cast it
-        # the sign of the mean load less an expert's own, times E: without a division the numbers stay whole
+        # sign(mean load - own load), both multiplied by E: no division, so the numbers stay whole
         self.expert_bias += self.bias_update_speed * torch.sign(load.sum() - load * self.num_experts)
         self.pending_load.zero_()
         self._forwards_since_update = self._counted_since_update = 0
 
 
 def update_biases(model: nn.Module) -> None:
-    """Call update_bias() of every SigmoidGate of a model: after each step where no torch.optim optimizer steps them."""
+    """Call update_bias() of every SigmoidGate of a model with a trainable parameter.
+
+    Call it after each step where no torch.optim optimizer steps them.
+    """
     for module in model.modules():
-        if isinstance(module, SigmoidGate):
+        if isinstance(module, SigmoidGate) and any(p.requires_grad for p in module.parameters()):
             module.update_bias()
 
 

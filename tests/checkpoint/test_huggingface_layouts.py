@@ -194,13 +194,38 @@ def test_inconvertible_tensors_are_refused():
         to_huggingface({"weight": torch.zeros(2)})
     per_expert = to_huggingface(state, "qwen3_moe")
     missing = {key: value for key, value in per_expert.items() if key != "experts.1.up_proj.weight"}
-    with pytest.raises(CheckpointError, match=r"missing: experts\.1\.up_proj\.weight$"):
+    with pytest.raises(
+        CheckpointError, match=r"1 tensors are missing, the first is experts\.1\.up_proj\.weight$"
+    ):
         from_huggingface(missing)
     fewer = {key: value for key, value in per_expert.items() if ".3." not in key}
     with pytest.raises(CheckpointError, match=r"gate\.weight \[4, 8\].* do not fit"):
         from_huggingface(fewer)
     with pytest.raises(CheckpointError, match=r"of .* differ: "):
         from_huggingface({**per_expert, "experts.2.down_proj.weight": torch.zeros(D, H + 1)})
+
+
+@pytest.mark.parametrize("kept, missing", [("gate_up", "down"), ("down", "gate_up")])
+def test_one_bias_of_two_is_refused(kept, missing):
+    """It was left out in silence."""
+    state = {
+        "model.layers.0.mlp.gate.weight": torch.ones(E, D),
+        "model.layers.0.mlp.experts.gate_up_proj": torch.ones(E, D, 2 * H),
+        "model.layers.0.mlp.experts.down_proj": torch.ones(E, H, D),
+        f"model.layers.0.mlp.experts.{kept}_proj_bias": torch.ones(E, 2 * H if kept == "gate_up" else D),
+    }
+    with pytest.raises(
+        CheckpointError, match=rf"experts\.{kept}_proj_bias is there, but .*{missing}_proj_bias is"
+    ):
+        from_huggingface(state)
+
+
+def test_stack_without_its_partner_is_not_lost_beside_numbered_experts():
+    state = {"gate.weight": torch.ones(E, D), "experts.gate_up_proj": torch.ones(E, 2 * H, D)}
+    for e in range(E):
+        shapes = {"gate_proj": (H, D), "up_proj": (H, D), "down_proj": (D, H)}
+        state |= {f"experts.{e}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
+    assert torch.equal(from_huggingface(state)["experts.gate_up_proj"], state["experts.gate_up_proj"])
 
 
 def sharded(folder):

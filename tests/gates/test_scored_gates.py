@@ -112,7 +112,10 @@ def test_bias_of_logits_moves_choices_past_any_score():
     [
         ({"norm_eps": -1.0}, "norm_eps must not be negative"),
         ({"biased": "weights"}, 'biased must be "scores" or "logits"'),
-        ({"biased": "logits", "num_groups": 2, "topk_groups": 1}, "num_groups is 2"),
+        (
+            {"biased": "logits", "num_groups": 2, "topk_groups": 1},
+            "cannot be limited to groups: .*got 2 and 1",
+        ),
     ],
 )
 def test_options_that_a_gate_does_not_compute_are_refused(options, says):
@@ -184,6 +187,15 @@ def test_update_bias_is_one_signed_step():
     update_biases(torch.nn.Sequential(gate))
     assert gate.expert_bias.tolist() == [-0.25, 0.25, 0, 0, 0, 0, 0, 0.25]
     assert gate.pending_load.sum() == 0
+
+
+def test_bias_of_a_frozen_gate_stays():
+    frozen, trained = (SigmoidGate(D, E, 1, top_k=1) for _ in range(2))
+    frozen.requires_grad_(False)
+    for gate in (frozen, trained):
+        gate(torch.ones(10, D))
+    update_biases(torch.nn.Sequential(frozen, trained))
+    assert not frozen.expert_bias.any() and trained.expert_bias.all()
 
 
 def test_update_bias_counts_exactly_beyond_what_float32_holds():

@@ -89,7 +89,7 @@ def defer_batch_norm(module: nn.Module, chunks: int) -> nn.Module:
     A DeferredBatchNorm that is already there is set to `chunks`. Raises ValueError for a norm that stands in two
     places, whose sums would mix.
     """
-    found: dict[nn.Module, str] = {}  # {norm: where it stands}
+    found: dict[BatchNorm1d | BatchNorm2d | BatchNorm3d, str] = {}  # {norm: where it stands}
     for name, norm in module.named_modules(remove_duplicate=False):
         if isinstance(norm, DeferredBatchNorm):
             norm.chunks = chunks
