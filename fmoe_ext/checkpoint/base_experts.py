@@ -1,8 +1,8 @@
 """Find the experts of a layer in a model's folder by the path of their module, for finetune/adapters.
 
-An adapter names modules of the model. Which tensors of the files these are, Transformers' own table says for the
-architectures that it knows (weight_names.py); for others the names of known layouts do. at() returns an Experts: names
-of tensors, sizes, and the order of their rows and columns; no values are read.
+An adapter names modules of the model. Transformers' own table says which tensors of the files these are, for the
+architectures that it knows (weight_names.py); for others we look for the names of known layouts. at() returns an
+Experts: names of tensors, sizes, and the order of their rows and columns; no values are read.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from typing import Any
 import torch
 
 from fmoe_ext.checkpoint.errors import CheckpointError
-from fmoe_ext.checkpoint.families import BLOCKS, PER_EXPERT, STACKED
+from fmoe_ext.checkpoint.families import BLOCKS, PER_EXPERT, STACKED, UNGATED
+from fmoe_ext.checkpoint.families.family import UP_DOWN
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 
@@ -22,7 +23,8 @@ from fmoe_ext.checkpoint.weight_names import Converted, WeightNames, up_of
 class Experts:
     """Describes the experts of a layer in a base (the folder that an adapter was trained on)."""
 
-    names: dict[str, tuple[str, ...]]  # {"gate", "up" (or "gate_up"), "down": name of each expert's tensor}
+    # by role: gate, up, down; or gate_up, down; or up, down without a gate. One name per expert
+    names: dict[str, tuple[str, ...]]
     d_model: int
     d_hidden: int
     is_stack: bool = False  # all experts are in one tensor, whose name is repeated
@@ -102,7 +104,21 @@ class BaseExperts:
             for gate_up, second in STACKED:
                 if {prefix + gate_up, prefix + second} <= tensors.keys():
                     return _stacked(self.base, prefix + gate_up, prefix + second)
-            for leaves in PER_EXPERT:
+            for up_leaf, down_leaf in UNGATED:
+                first, last = prefix + up_leaf, prefix + down_leaf
+                if not {first, last} <= tensors.keys():
+                    continue
+                shape = tensors[first].shape
+                if len(shape) != 3:
+                    raise CheckpointError(
+                        f"{self.base.folder}: {first} is {list(shape)}, no stack of matrices"
+                    )
+                of_expert = {"up": (first,) * shape[0], "down": (last,) * shape[0]}
+                found = Experts(of_expert, shape[2], shape[1], is_stack=True)
+                _check_shapes(self.base, found)
+                return found
+            # those without a gate come last: gated experts have up and down, too
+            for leaves in (*PER_EXPERT, UP_DOWN):
                 # experts are numbered from 0 without gaps
                 count = 0
                 while f"{prefix}experts.{count}.{leaves[0]}" in tensors:
@@ -111,13 +127,13 @@ class BaseExperts:
                     continue
                 of_expert = {
                     role: tuple(f"{prefix}experts.{e}.{leaf}" for e in range(count))
-                    for role, leaf in zip(("gate", "up", "down"), leaves, strict=True)
+                    for role, leaf in zip(("gate", "up", "down")[-len(leaves) :], leaves, strict=True)
                 }
-                shape = tensors[of_expert["gate"][0]].shape
-                if len(shape) != 2:
-                    raise CheckpointError(
-                        f"{self.base.folder}: {of_expert['gate'][0]} is {list(shape)}, no matrix"
-                    )
+                first = of_expert["up"][0]
+                if first not in tensors or len(tensors[first].shape) != 2:
+                    found_shape = list(tensors[first].shape) if first in tensors else None
+                    raise CheckpointError(f"{self.base.folder}: {first} is {found_shape}, no matrix")
+                shape = tensors[first].shape
                 found = Experts(of_expert, shape[1], shape[0])
                 _check_shapes(self.base, found)
                 return found
@@ -157,10 +173,15 @@ def _stacked(base: ModelFolder, first: str, second: str) -> Experts:
     if len(w1) == len(w2) == 3 and w1[0] == w2[0]:
         names = {"gate_up": (first,) * w1[0], "down": (second,) * w1[0]}
         if w1[1] == 2 * w2[2] and w1[2] == w2[1]:
-            return Experts(names, w1[2], w2[2], True, False, in_turn, in_turn)
+            order = {"turned": False, "interleaved": in_turn, "in_turn": in_turn}
+            return Experts(names, w1[2], w2[2], is_stack=True, **order)
         if w1[2] == 2 * w2[1] and w1[1] == w2[2]:
-            return Experts(names, w1[1], w2[1], True, True, in_turn, in_turn)
-    raise CheckpointError(f"{base.folder}: {first} {list(w1)} and {second} {list(w2)} do not fit")
+            order = {"turned": True, "interleaved": in_turn, "in_turn": in_turn}
+            return Experts(names, w1[1], w2[1], is_stack=True, **order)
+    raise CheckpointError(
+        f"{base.folder}: {first} {list(w1)} and {second} {list(w2)} do not fit each other: expected [E, 2H, D] and "
+        "[E, D, H], or both transposed"
+    )
 
 
 def _check_shapes(base: ModelFolder, experts: Experts) -> None:

@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from fmoe_ext import FMoETransformerMLP, SoftmaxGate
 from fmoe_ext.checkpoint import CheckpointError, from_huggingface, huggingface, to_huggingface
+from fmoe_ext.checkpoint.base_experts import BaseExperts
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.testing import assert_close
 
@@ -226,6 +227,24 @@ def test_stack_without_its_partner_is_not_lost_beside_numbered_experts():
         shapes = {"gate_proj": (H, D), "up_proj": (H, D), "down_proj": (D, H)}
         state |= {f"experts.{e}.{name}.weight": torch.ones(shape) for name, shape in shapes.items()}
     assert torch.equal(from_huggingface(state)["experts.gate_up_proj"], state["experts.gate_up_proj"])
+
+
+@pytest.mark.parametrize("is_stack", [True, False], ids=["stack", "numbered"])
+def test_experts_without_a_gate_are_found_by_their_names(is_stack, tmp_path):
+    """For adapters, of an architecture that Transformers does not know: the base was said to have no experts."""
+    path = "model.layers.0.mlp.experts"
+    tensors = {f"{path}.up_proj": torch.ones(E, H, D), f"{path}.down_proj": torch.ones(E, D, H)}
+    if not is_stack:
+        tensors = {
+            f"{path}.{e}.{leaf}.weight": torch.ones(shape)
+            for e in range(E)
+            for leaf, shape in {"up_proj": (H, D), "down_proj": (D, H)}.items()
+        }
+    save_file(tensors, tmp_path / "model.safetensors")
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "of tomorrow"}))
+    found = BaseExperts(ModelFolder(tmp_path)).at(path)
+    assert (found.num_experts, found.d_model, found.d_hidden, found.is_stack) == (E, D, H, is_stack)
+    assert not found.has_gate and {name for names in found.names.values() for name in names} == tensors.keys()
 
 
 def sharded(folder):
