@@ -5,7 +5,7 @@ import torch
 from torch import nn
 
 from fmoe_ext.remote import Training, register_expert_class
-from fmoe_ext.remote.expert_classes import Part, _GroupedStack, find_expert_class, make_stack
+from fmoe_ext.remote.expert_classes import ExpertClass, Part, find_expert_class, make_stack
 from fmoe_ext.remote.schema import SchemaError, is_finite
 from fmoe_ext.remote.server.fair_queue import DeadlinePassed, FairQueue, Job, QueueFull
 from fmoe_ext.remote.server.host import Answer, ExpertHost
@@ -244,10 +244,8 @@ class Scale(nn.Module):
 
 def test_gradients_come_to_the_device_of_the_experts():
     """The wire makes all tensors on the CPU, and autograd refuses a gradient on another device than the output."""
-    stacks = (
-        make_stack(find_expert_class("transformer"), D, torch.device("meta")),
-        _GroupedStack(Scale().to("meta")),
-    )
+    grouped = ExpertClass("scale", nn.Identity, lambda d: (torch.empty(d),), lambda num_experts, d: Scale())
+    stacks = [make_stack(c, D, torch.device("meta")) for c in (find_expert_class("transformer"), grouped)]
     for stack, shape in zip(stacks, ((3, 5, D), (3, D)), strict=True):
         stack.resize(2)
         parts = [Part(place, (torch.randn(shape),), torch.randn(shape)) for place in range(2)]
