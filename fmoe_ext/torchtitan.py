@@ -1,8 +1,7 @@
 """Compute torchtitan's MoE layers with our dispatch and expert products: routed_experts().
 
-By `--override.imports fmoe_ext.torchtitan.routed_experts` torchtitan replaces the configuration of its RoutedExperts
-by ours, from which it then builds the layer. Suffixes of shapes are torchtitan's: B batch, L length, D width of a
-token, K choices, E experts, F width of an expert.
+With `--override.imports fmoe_ext.torchtitan.routed_experts` torchtitan builds its MoE layers from our configuration.
+Suffixes of shapes are torchtitan's: B batch, L length, D width of a token, K choices, E experts, F width of an expert.
 """
 # mypy: disable-error-code="misc, untyped-decorator"
 
@@ -82,14 +81,14 @@ class FMoERoutedExperts(RoutedExperts):
         return out.to(x_BLD.dtype).view_as(x_BLD)
 
     def _compute(self, tokens: ExpertInput) -> Tensor:
-        """Compute this rank's experts on tokens that have come -> the weighted sum of each token's experts here."""
+        """Compute this rank's experts on the tokens it received -> the weighted sum of each token's experts here."""
         experts, num_experts = self.inner_experts, tokens.end - tokens.first
         if type(experts) is not GroupedExperts:
             rows, handle = permute_rows(tokens.x, tokens.topk_idx, num_experts)
             y = experts(rows, handle.tokens_per_expert)
             out: Tensor = unpermute_rows(y, handle, tokens.topk_weights)
             return out
-        # this rank's shards, in the order gate, down, up
+        # this rank's shards: w1 is gate, w2 down, w3 up
         weights: Any = experts.w1_EFD, experts.w2_EDF, experts.w3_EFD
         local = (p.to_local() if isinstance(p, DTensor) else p for p in weights)
         gate, down, up = (p.to(tokens.x.dtype) for p in local)
@@ -107,12 +106,12 @@ def routed_experts(config: RoutedExperts.Config, *, dtype: str = "bfloat16") -> 
     """Make our configuration from torchtitan's, as an override for its --override.imports.
 
     dtype: see FMoERoutedExperts.Config. Raises ValueError for a token dispatcher with options that fmoe_ext does not
-    have (DeepEP, HybridEP, padding for float8).
+    have (DeepEP, HybridEP, minimal_async_ep, padding for float8).
     """
     dispatcher = config.token_dispatcher
     if type(dispatcher) not in (LocalTokenDispatcher.Config, AllToAllTokenDispatcher.Config):
         raise ValueError(
-            f"{type(dispatcher).__qualname__} asks for an exchange that fmoe_ext does not have: choose torchtitan's "
-            'moe_comm_backend="standard" without float8 or MXFP8 experts, or leave this override out'
+            f"{type(dispatcher).__qualname__} is a token dispatcher that fmoe_ext does not replace: choose "
+            'moe_comm_backend="standard" of torchtitan without float8 or MXFP8 experts, or leave this override out'
         )
     return derive(config, FMoERoutedExperts.Config, dtype=dtype)

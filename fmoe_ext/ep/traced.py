@@ -1,11 +1,12 @@
-"""Exchange rows in a compiled graph, by operators that the compiler traces; sizes come from the host.
+"""Exchange rows in a compiled graph, by operators that the compiler traces; sizes are on the CPU, or None.
 
 schedule.Exchange uses TracedRowExchange there and _RowExchange elsewhere. All experts of a rank are one chunk, so
 nothing travels while others compute; each expert's sums are the same as in chunks.
 
 A compiler may reorder operators that need nothing of each other; ranks whose exchanges come in different orders would
-wait for each other forever. So each exchange takes a result of the one before it (plan.agree_on_rows, in_turn; a
-StaticPlan multiplies the weights that travel by one).
+wait for each other forever. So each exchange takes a result of the one before it (plan.agree_on_rows, in_turn).
+StaticPlan.mark_lost() multiplies the weights that are sent by a factor that depends on the exchange of counts: 1, or
+nan where rows were lost.
 
 Letters of shapes: R rows to send, W ranks.
 """
@@ -116,7 +117,7 @@ class TracedRowExchange:
         return tuple(self._received)
 
     def keep_for_backward(self, number: int, results: Sequence[torch.Tensor]) -> None:
-        """Do nothing: _RowExchange keeps a tensor here for activation checkpointing, which a compiler plans itself."""
+        """Do nothing: _RowExchange keeps a tensor here for checkpointing; a compiled graph plans its recomputation."""
 
     def give_back(self, number: int, results: Sequence[torch.Tensor]) -> None:
         back = None if self._plan.sizes is None else self._plan.sizes.flip(0)

@@ -36,7 +36,7 @@ from fmoe_ext.checkpoint.weight_names import WeightNames, up_of
 from fmoe_ext.model_files import experts_modules
 
 HEADS = "mtp"  # attribute of a model whose heads train
-# Copies of the model's embeddings and output layer that some files have in a head
+# Ends of names: copies of the model's embeddings and output layer that some files keep in each head
 _EMBEDDINGS, _OUTPUT = "embed_tokens.weight", "shared_head.head.weight"
 _IGNORED_LABEL = -100
 
@@ -64,7 +64,7 @@ class TrainedHeads(nn.Module):
             from transformers.modeling_layers import MtpModel
         except ImportError as error:
             raise CheckpointError(
-                f"mtp_loss={weight} needs a Transformers with modules for heads, as 5.20 has ({error}): "
+                f"mtp_loss={weight} needs a Transformers with modules for heads, such as 5.20 ({error}): "
                 "pip install -U transformers, or leave mtp_loss out: the heads are then saved as they were"
             ) from error
         count = getattr(model.config.get_text_config(), "num_mtp_layers", None)
@@ -77,20 +77,25 @@ class TrainedHeads(nn.Module):
         if len(devices) > 1 or "meta" in devices:
             raise CheckpointError(
                 f"mtp_loss={weight}: heads train with a model on one device, but this {kind} is on "
-                f"{', '.join(sorted(devices))}. Leave device_map out, or mtp_loss: the heads are then saved as before"
+                f"{', '.join(sorted(devices))}. Leave device_map out, or mtp_loss: the heads are then saved as they "
+                "were"
             )
         try:
             with torch.device("meta"):
                 heads = MtpModel(model, count)
         except (AttributeError, KeyError, ValueError) as error:
             raise CheckpointError(
-                f"mtp_loss={weight}: Transformers makes no heads of this {kind}: {error!r}"
+                f"mtp_loss={weight}: Transformers makes no heads of this {kind}: {error!r}. Leave mtp_loss out: the "
+                "heads are then saved as they were"
             ) from error
-        # Inkling has these between heads and logits
+        # Inkling has a norm behind the embeddings, and scales and cuts the logits
         own_ways = ("logits_mup_width_multiplier", "unpadded_vocab_size")
         if hasattr(heads.embed_tokens, "embed_norm") or any(hasattr(heads.config, name) for name in own_ways):
-            raise CheckpointError(f"mtp_loss={weight}: heads of {kind} embed tokens otherwise than the model")
-        # Mellum's heads may have another kind of attention than any layer
+            raise CheckpointError(
+                f"mtp_loss={weight}: heads of {kind} embed tokens or scale logits in another way than this loss. "
+                "Leave mtp_loss out: the heads are then saved as they were"
+            )
+        # Mellum's heads may have another kind of attention than every layer of the model
         if getattr(heads.config, "layer_types", None):
             raise CheckpointError(
                 f"mtp_loss={weight}: layers of {kind} have several kinds of attention, which is not known of its "
@@ -123,7 +128,8 @@ class TrainedHeads(nn.Module):
         unknown += [parameter for parameter, in_files in self.experts.items() if in_files.interleaved]
         if unknown:
             raise CheckpointError(
-                f"mtp_loss={weight}: it is not known how the files make the heads of this {kind}: {min(unknown)}"
+                f"mtp_loss={weight}: it is not known how the files make the heads of this {kind}: {min(unknown)}. "
+                "Leave mtp_loss out: the heads are then saved as they were"
             )
         self.heads = (huggingface.use(heads) if self.experts else heads).train(model.training)
 

@@ -1,6 +1,7 @@
 """Remote experts: train through experts that other machines host.
 
 A forward call goes this way, and its answer comes back by it:
+    client/moe.py      mixtures of remote experts: a gate, and a call for each expert that it chose
     client/expert.py   RemoteExpert, a step of autograd; many calls go side by side
     client/client.py   Client.forward(): which replica, by which deadline, what if it fails
     client/caller.py   Caller.call(): one message to one server
@@ -9,7 +10,8 @@ A forward call goes this way, and its answer comes back by it:
 A gradient goes the same way to the expert's leader. There ExpertHost makes a step and notes it in the log
 (server/ledger.py). With replicas (--registry) replication/leader.py has every member note it too
 (replication/follower.py) and only then answers. server/saving.py writes experts to the disk now and then. A client
-knows by discovery.py who hosts an expert: by the DHT (dht/), by etcd (etcd/) or from a list.
+knows by discovery.py who hosts an expert: by the DHT (dht/), by etcd (etcd/) or from a list. client/audit.py repeats
+some calls and finds servers that compute something else.
 """
 
 try:

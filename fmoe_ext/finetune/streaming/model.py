@@ -1,7 +1,7 @@
 """Open a model of Transformers on the CPU whose experts stay in the files of its folder: stream().
 
-So a model larger than memory can be fine-tuned by adapters, or generate; prune, repack and calibration read models by
-it.
+So a model larger than memory can be fine-tuned with adapters and can generate; prune, repack and calibration read
+models by it.
 
 1. open_model() finds the tensors; a skeleton on the meta device says what parameters the model has.
 2. Transformers' own loader fills it from a state dict of ours: placeholders without values for experts
@@ -57,13 +57,14 @@ def stream(
     memory: bytes, or a text like "8GiB", for the model, adapters, gradients, the optimizer's state, buffers for
     experts, and a quarter of it for activations and the program; "auto" is what the machine and the memory cgroups of
     this process have free.
-    folders: others, on other disks perhaps, where shards that the folder's index names may be instead.
+    folders: further folders, perhaps on other disks, in which shards named by the index are looked for.
     dtype: of the model, by default that of config.json, or of most weights in the files where it names none; weights
     that the files have in another one are cast while they are read. The experts are frozen: train adapters
     by PEFT's target_parameters and fmoe_ext.lora.fuse(model). model.expert_stream has the counts of reads.
     optimizer_bytes: of state for each trained number before the first step, by default two moments of Adam; 2.1 for
     8-bit moments, 0 for SGD. After the first step the real state counts.
-    activations: folder of a file without a name for the inputs of checkpointed layers, which are in memory by default.
+    activations: folder for an unnamed temporary file that holds the inputs of checkpointed layers; by default they
+    stay in memory.
     int8_activations: without gradients on the CPU, multiply weights that stay packed as Q8_0 or Q4_K in integers
     (frozen.Quantized): faster generation, with rows rounded to 8 bits a block.
     progress: print layers, tokens per second and the time left of a step, or a function that gets them as a Progress.
@@ -102,23 +103,24 @@ def stream(
     dtype = dtype or files.dtype
     skeleton = files.skeleton()
     layers, packed, state = _plan(files, skeleton, dtype)
-    # 2. The model, by Transformers' own loader, which lists tensors of other shapes where it may ignore them.
+    # 2. The model, by Transformers' own loader, which lists mismatched shapes only if it may ignore them.
     listed = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     with torch.device("cpu"):  # where the buffers are, whatever the default device
         model, found = type(skeleton).from_pretrained(
             None, config=skeleton.config, state_dict=state, dtype=dtype, **listed
         )
-    if wrong := sorted((name, [*ours], [*theirs]) for name, ours, theirs in found["mismatched_keys"]):
-        name, ours, theirs = wrong[0]
+    if wrong := sorted((name, [*a], [*b]) for name, a, b in found["mismatched_keys"]):
+        name, in_files, by_config = wrong[0]
         more = f" and {len(wrong) - 1} more" if len(wrong) > 1 else ""
         raise CheckpointError(
-            f"{files.path} does not fit its config.json: {name} is {ours} in the files, but {theirs} by config.json"
-            f"{more}"
+            f"{files.path} does not fit its config.json: {name} is {in_files} in the files, but {by_config} by "
+            f"config.json{more}"
         )
     if missing := sorted(found["missing_keys"]):
         more = f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         raise CheckpointError(f"{files.path} lacks {', '.join(missing[:3])}{more}")
-    # Transformers notes the conversions that it used, here none: generate(use_mtp=True) reads heads with all of them
+    # The loader noted that it used no conversions, but generate(use_mtp=True) needs all of them for heads: None makes
+    # it look them up
     model._weight_conversions = None
     if files.path.is_dir() and (files.path / "generation_config.json").exists():
         with errors_of_transformers(files.path, "generation_config.json"):
@@ -127,7 +129,7 @@ def stream(
     model.name_or_path = model.config.name_or_path = str(
         files.path if isinstance(folder, ModelFiles) else Path(folder)
     )
-    replace_linear(model, packed, int8_activations)  # now: the loader knows layers of torch alone
+    replace_linear(model, packed, int8_activations)  # only now: the loader knows torch's layers alone
     # 3. Buffers for experts, of the memory that the model has left.
     expert_stream = ExpertStream(model, layers, budget, optimizer_bytes)
     model.expert_stream = expert_stream

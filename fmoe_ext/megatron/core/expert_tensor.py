@@ -34,10 +34,10 @@ class WidthShardedMLP(FMoETransformerMLP):
     """FMoETransformerMLP whose experts have d_hidden / width_group.size() hidden units on this rank.
 
     htoh4.weight [e, H / size, D], htoh4.bias [e, H / size], h4toh.weight [e, D, H / size]; h4toh.bias [e, D] is the
-    same on all ranks. A gated activation has H / size rows of its gate, then as many of up. width_group=None or of one
-    rank: an FMoETransformerMLP.
-    Raises ValueError for a width that the group does not divide, and for "auto", which the ranks could answer
-    differently.
+    same on all ranks. A gated activation has H / size rows of its gate, then as many of up. With width_group=None, or a
+    group of one rank, it is a plain FMoETransformerMLP.
+    Raises ValueError if the group's size does not divide d_hidden, and for overlap_degree="auto" or exchange="auto"
+    over several ranks, because each rank might measure another value.
     """
 
     def __init__(self, *, d_hidden: int, width_group: Any = None, **arguments: Any):
@@ -64,7 +64,8 @@ class WidthShardedMLP(FMoETransformerMLP):
         """Raise RuntimeError where experts have parts on other ranks, which would not move with them."""
         if self.width is not None:
             raise RuntimeError(
-                "experts over expert-tensor-parallel ranks cannot be moved: they have parts elsewhere"
+                "experts over expert-tensor-parallel ranks cannot be moved: they have parts elsewhere; use "
+                "expert_tensor_parallel_size=1"
             )
         super().place_experts(order)
 
@@ -93,7 +94,7 @@ def _num_halves(moe: FMoETransformerMLP, name: str) -> int:
 
 
 class FusedByWidth(Fused):
-    """FusedExperts with some hidden units each: they compute the rows of all ranks, results are summed."""
+    """FusedExperts of which each rank has some hidden units: it computes the rows of all, and results are summed."""
 
     has_whole_experts = False
 
@@ -116,7 +117,8 @@ class FusedByWidth(Fused):
         experts, width = self.layer.experts, self._width
         if experts.must_be_called:
             raise RuntimeError(
-                "experts over expert-tensor-parallel ranks take no hooks, adapters or wrappers on htoh4 and h4toh"
+                "experts over expert-tensor-parallel ranks take no hooks, adapters or wrappers on htoh4 and h4toh; "
+                "use expert_tensor_parallel_size=1"
             )
         # Rows of all ranks, padded to the same number; padding chooses no expert (-1).
         assert isinstance(x, Tensor)
@@ -132,7 +134,7 @@ class FusedByWidth(Fused):
 def sharded_parts(
     moe: FMoETransformerMLP, key: str, name: str, p: Tensor, offsets: tuple[Any, ...], groups: Any
 ) -> Any:
-    """Make the shards of an experts' parameter for dist_checkpointing, as parts of the whole [E, H, D] of all ranks."""
+    """Make the shards of one parameter of the experts for dist_checkpointing, parts of the tensor of all ranks."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 
@@ -150,7 +152,7 @@ def sharded_parts(
     axis = None if size == 1 else _WIDTH_AXES[name]
     if axis is None:
         return shard(key, p, (0, rank, groups.expt_dp.rank()))
-    # By width too; with two halves, of 2 * size places gate's are the first and up's the last `size`.
+    # By width too; with two halves there are 2 * size places: the first `size` are the gate's, the others up's.
     halves, replica_id = _num_halves(moe, name), (0, 0, groups.expt_dp.rank())
     if halves == 1:
         return shard(key, p, replica_id, (layer_axes + axis, rank, size))

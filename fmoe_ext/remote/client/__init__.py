@@ -1,1 +1,1 @@
-"""Use experts on other machines as modules to train through."""
+"""The client side: modules that train through experts on other machines. remote/__init__.py shows a call's way."""

@@ -1,4 +1,4 @@
-"""Decide, by pure functions of what a server sees, what it does about an expert without leader; replicas.py does it.
+"""Decide, by pure functions of what a server sees, what it does about an expert without a leader; replicas.py does it.
 
     A sound member of the record   has every acknowledged update, so it may lead at once (LEAD). If the last leader has
                                    named a successor that is alive, the other members leave it a second.
@@ -32,11 +32,11 @@ class Action(enum.Enum):
 
 @dataclass(frozen=True)
 class Vacancy:
-    """An expert without a leader, as one server sees it: the input of every function here."""
+    """An expert without a leader, as one server sees it: the input of decide() and most others."""
 
     server: str  # that decides
     end: End  # of its log
-    is_able: bool  # its state can be trusted
+    is_able: bool  # its weights can be trusted
     record: keys.Members | None
     revision: int  # of the record
     alive: Collection[str]  # servers with a lease
@@ -47,7 +47,7 @@ class Vacancy:
     ttl: float  # of leases
     start: int | None = None  # version at which the term of the end began
     requests: int = 0  # gradients in the log up to the end
-    lacks: int = 0  # version in this server's damaged checkpoint; 0: none
+    lacks: int = 0  # version in this server's damaged checkpoint, 1 if unknown; 0: no damage
 
 
 @dataclass(frozen=True)
@@ -95,7 +95,8 @@ def decide(vacancy: Vacancy) -> Action:
 def count_lost(vacancy: Vacancy) -> int:
     """Count updates that the record, or a damaged checkpoint here, had and this server lacks.
 
-    Its log may have a larger version and still lack some: updates of an older term, which the record's has replaced.
+    This server's log may end at a larger version and still lack some: updates of an older term, which the
+    record's has replaced.
     """
     record = vacancy.record or keys.Members()
     damaged = max(0, vacancy.lacks - vacancy.end.version)
@@ -128,7 +129,7 @@ def loss_of(vacancy: Vacancy) -> Loss:
 
 
 def with_start(starts: Mapping[str, int], term: int, version: int) -> dict[str, int]:
-    """Return the first versions of terms with one more; only the last _MAX_STARTS are kept. JSON has text as keys."""
+    """Add a term's first version, and keep the last _MAX_STARTS terms. JSON has text as keys."""
     known = sorted({**{int(t): v for t, v in starts.items()}, term: version}.items())
     return {str(t): v for t, v in known[-_MAX_STARTS:]}
 
@@ -153,7 +154,7 @@ def next_record(vacancy: Vacancy, action: Action, term: Term, endpoint: str) -> 
         successor="",
         term=term.number,
         voided=False,
-        reserved=known.version,  # all that its members have; what the last leader acknowledged beyond is lost
+        reserved=known.version,  # nothing beyond is promised: what the last leader acknowledged after it is lost
     )
 
 
