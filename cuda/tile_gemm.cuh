@@ -1,5 +1,7 @@
 // The portable matrix product of one thread block of grouped_gemm.cu, acc [kM, kN] += A [kM, k] B [kN, k]^T:
 // mma_tile.cuh for 16-bit types, fma_tile.cuh for float32, and here plain fused multiply-adds for float64.
+// Each has blocks of kGemmThreads threads (kBlocks of them on an SM), tiles of kM x kN, and the same calls:
+// multiply() adds a product to acc, store() or accumulate() writes acc.
 #pragma once
 
 #include "fma_tile.cuh"
@@ -7,8 +9,8 @@
 
 namespace fmoe_ext {
 
-// float64, which is for tests of gradients: 16 x 16 threads, 4 x 4 elements each, and an element at a time
-// into shared memory. The sum of a tile's k is added as one number, so that rounding errors grow as in a
+// float64, which is for tests of gradients: 16 x 16 threads, 4 x 4 elements each, which load one element at a
+// time into shared memory. The sum of a tile's k is added as one number, so that rounding errors grow as in a
 // blocked product.
 struct DoubleTileGemm {
   using Element = double;
@@ -30,7 +32,9 @@ struct DoubleTileGemm {
     }
   }
 
-  // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
+  // The product over k from k_begin on; the rows of A and B run along k, or along m and n. k_end must be
+  // where the operands end along k (Rows::end or Rows::width): the last step may read past it, where they
+  // give zeros.
   template <bool kAlongM, bool kAlongN>
   __device__ void multiply(const Rows<double>& a, int64_t m, const Rows<double>& b, int64_t n,
                            int64_t k_begin, int64_t k_end) {

@@ -88,7 +88,9 @@ struct TileRing {
     return reinterpret_cast<char*>(stages);
   }
 
-  // The product over k in [k_begin, k_end); the rows of A and B run along k, or along m and n.
+  // The product over k from k_begin on; the rows of A and B run along k, or along m and n. k_end must be
+  // where the operands end along k (Rows::end or Rows::width): the last step may read past it, where they
+  // give zeros.
   template <bool kAlongM, bool kAlongN>
   __device__ __forceinline__ void multiply(const Rows<T>& a, int64_t m, const Rows<T>& b, int64_t n,
                                            int64_t k_begin, int64_t k_end) {
