@@ -7,7 +7,8 @@ An optimizer numbers its parameters; the numbers differ between layouts, so name
 [E, *] that are spread over ranks must have a row for each expert, which moves with the expert, or be one number (a
 step), which belongs to all. State of any other shape means nothing in another layout, and is refused.
 
-take() collects the state on saving. On loading compare() checks, Loading makes room, and its commit() hands over.
+take() collects the state on saving. On loading compare() checks, Loading makes room, and its commit() gives it to the
+optimizer, with the saved options of its groups.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,6 +25,8 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 
 PREFIX = "optimizer."
 _OF_PARAMETERS = ("params", "param_names")  # of a group; its other entries are options
+# how and where a step is computed: the loading program's choice, on its own device, and not the saving one's
+_OF_PROGRAM = ("capturable", "foreach", "fused")
 
 
 def take(optimizer: Optimizer, model: ModelState) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
@@ -241,6 +244,8 @@ class Loading:
             # compare() has checked that all parameters of the group were in one saved group
             number = self.record["params"][self.names[group["params"][0]]]
             for key, value in self.record["groups"][number].items():
+                if key in _OF_PROGRAM:
+                    continue
                 # an option in a tensor, as a capturable optimizer's learning rate, keeps its memory
                 if isinstance(group.get(key), torch.Tensor):
                     group[key].fill_(value)

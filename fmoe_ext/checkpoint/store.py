@@ -91,8 +91,10 @@ def write_checkpoint(
         path, unfinished = next(p for p in gather(paths, process_group) if p is not None)
         try:
             _write_files(path, unfinished, tensors, manifest, process_group)
-        except BaseException:
-            if is_first:  # a part of a checkpoint must not keep a full disk full
+        except BaseException as error:
+            # A part of a checkpoint must not keep a full disk full. A CheckpointError is raised on all ranks: each
+            # removes what is on a disk of its own.
+            if is_first or isinstance(error, CheckpointError):
                 shutil.rmtree(unfinished, ignore_errors=True)
             raise
         with together(f"writing {path}", process_group):
@@ -138,9 +140,13 @@ def _write_files(
             no_dist=not dist.is_initialized(),
         )
     compare_replicas(planner.chunks(), process_group)
-    # Checksums: the first rank lists the files, and each is hashed by one of the ranks
-    names = gather(sorted(file.name for file in unfinished.iterdir()), process_group)[0]
+    # Checksums: each file is hashed by one of the ranks. The first rank must see all: one with a disk of its own lacks
+    # the others', which are perhaps hashed where they were written.
+    listed = gather([file.name for file in unfinished.glob("*")], process_group)
+    names = sorted({name for of_rank in listed for name in of_rank})
     with together(f"writing {path}: is it on a file system that all ranks share?", process_group):
+        for name in names if _is_first(process_group) else ():
+            (unfinished / name).stat()
         mine = {
             name: {"bytes": (unfinished / name).stat().st_size, "sha256": sha256_of(unfinished / name)}
             for name in share(names, process_group)
@@ -184,7 +190,7 @@ def compare_replicas(
                     "stands for one tensor: give the parts of a model names of their own"
                 )
             if value != expected:
-                differing.setdefault(place[0], f"{place[0]} (rank {rank}'s is another than rank {first}'s)")
+                differing.setdefault(place[0], f"{place[0]} (rank {rank}'s differs from rank {first}'s)")
     if differing and _is_first(process_group):
         shown = ", ".join([*differing.values()][:10]) + (", ..." if len(differing) > 10 else "")
         warnings.warn(

@@ -173,6 +173,14 @@ def test_gate_and_up_with_own_factors_join_at_twice_the_rank(made, tmp_path):
     ranks = {role: factors.rank for role, factors in next(iter(joined.layers.values())).items()}
     assert ranks == {"gate_up": 8, "down": 4}
     assert_same(peft_weights(name, tmp_path / "joined"), peft_weights(name, tmp_path / "apart"), start)
+    # patterns of an earlier conversion, when they had one rank
+    patterns = json.loads((tmp_path / "joined/adapter_config.json").read_text())["rank_pattern"]
+    pattern = next(pattern for pattern, rank in patterns.items() if rank == 8)
+    rewritten(tmp_path / "apart", lambda k, v: (k, v), rank_pattern={pattern: 4}, alpha_pattern={pattern: 5})
+    convert(read_adapter(tmp_path / "apart"), "unsloth", tmp_path / "again", ModelFolder(base_folder))
+    config = json.loads((tmp_path / "again/adapter_config.json").read_text())
+    assert config["rank_pattern"][pattern] == 8
+    assert config["alpha_pattern"].get(pattern, config["lora_alpha"]) != 5
 
 
 @pytest.mark.parametrize("old", [False, True])

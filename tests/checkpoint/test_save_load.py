@@ -72,6 +72,20 @@ def test_names_in_groups_of_an_optimizer_stay_its_own(tmp_path):
     assert train(model, optimizer, range(2, 4)) == train(other, of_other, range(2, 4))
 
 
+def test_way_of_computing_a_step_is_that_of_the_loading_program(tmp_path):
+    """Saved by a fused optimizer of a GPU, `fused` and the devices of steps did not fit each other afterwards."""
+    model, other = Model(), Model(seed=1)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    train(model, optimizer, range(2))
+    checkpoint.save(tmp_path, model, optimizer)
+    plain = torch.optim.AdamW(other.parameters(), lr=0.5, foreach=True)
+    checkpoint.load(tmp_path, other, plain)
+    options = plain.param_groups[0]
+    assert (options["lr"], options["fused"], options["foreach"]) == (0.01, None, True)
+    assert train(model, optimizer, range(2, 3)) == train(other, plain, range(2, 3))  # losses before the step
+    torch.testing.assert_close(dict(other.named_parameters()), dict(model.named_parameters()))
+
+
 def test_wrappers_leave_no_trace(tmp_path):
     model = Model()
     checkpoint.save(tmp_path, nn.DataParallel(nn.Sequential(nn.DataParallel(model))))

@@ -300,6 +300,27 @@ def test_one_error_on_every_rank(pool, tmp_path):
     assert "rank 1: the optimizer is SGD, but the checkpoint has the state of Adam" in optimizer
 
 
+def save_on_own_disk(folder):
+    """The text of the error, and what is left on this rank's disk."""
+    own = folder / f"disk-{dist.get_rank()}"
+    own.mkdir()
+    job, before = Job(2), os.getcwd()
+    os.chdir(own)
+    try:
+        text = text_of_error(
+            checkpoint.save, "/proc/self/cwd/saved", job.model
+        )  # another folder on each rank
+    finally:
+        os.chdir(before)
+    return text, sorted(path.name for path in own.rglob("*") if path.name != ".lock")
+
+
+def test_disks_of_their_own_are_named_and_keep_no_part(pool, tmp_path):
+    for text, left in pool.run(save_on_own_disk, tmp_path, world_size=2, timeout=TIMEOUT):
+        assert "is it on a file system that all ranks share?" in text
+        assert left == ["saved"]
+
+
 def refuse_zero_redundancy(folder):
     zero = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.Adam, lr=0.05)
     job = Job(2, optimizer=zero)

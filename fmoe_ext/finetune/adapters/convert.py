@@ -357,11 +357,16 @@ def _config(
         if len(found) > 1:
             raise CheckpointError(f"the layers differ in rank or lora_alpha of {leaf}: {sorted(found)}")
         ((rank, alpha),) = found
-        # PEFT takes the first pattern that matches, so these stand before the others
-        if rank != config["r"] or config["rank_pattern"]:
-            config["rank_pattern"] = {rf".*\.experts\..*{leaf}": rank, **config["rank_pattern"]}
-        if alpha != config["lora_alpha"] or config["alpha_pattern"]:
-            config["alpha_pattern"] = {rf".*\.experts\..*{leaf}": alpha, **config["alpha_pattern"]}
+        # PEFT takes the first pattern that matches, so these stand before the others, and an old one of the name goes
+        pattern = rf".*\.experts\..*{leaf}"
+        for option, value, usual in (
+            ("rank_pattern", rank, config["r"]),
+            ("alpha_pattern", alpha, config["lora_alpha"]),
+        ):
+            others = config[option]
+            others.pop(pattern, None)
+            if value != usual or others:
+                config[option] = {pattern: value, **others}
     if to in _VERSIONS:
         config["peft_version"] = _VERSIONS[to]
     return config
