@@ -12,6 +12,7 @@ from fmoe_ext import balance
 from fmoe_ext.gates import SoftmaxGate
 from fmoe_ext.megatron import fmoefy, moe_layer_spec
 from fmoe_ext.megatron.core import process_groups
+from fmoe_ext.megatron.core.layer import FusedNorm
 from fmoe_ext.testing import assert_close
 
 pytest.importorskip("megatron.core", reason="pip install megatron-core")
@@ -131,6 +132,30 @@ def test_norm_inside_linear_fc1_is_recreated(normalization, zero_centered):
     fmoefy(model, num_experts=4, top_k=2, init="upcycle")
     assert (logits(model) - dense).abs().max() <= 1e-12 * dense.abs().max()
     assert "the norm inside linear_fc1" in repr(model.fmoe_report)
+
+
+@pytest.mark.parametrize("normalization", ["LayerNorm", "RMSNorm"])
+def test_zero_centred_norm_in_bfloat16_keeps_small_weights(normalization):
+    """Weights far below bfloat16's step at 1 change outputs after the one rounding at the end."""
+    config = SimpleNamespace(
+        normalization=normalization, layernorm_epsilon=1e-5, layernorm_zero_centered_gamma=True
+    )
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(64, 256, generator=generator).bfloat16().requires_grad_()
+    weight = (torch.randn(256, generator=generator) / 1000).bfloat16()
+    bias = torch.randn(256, generator=generator).bfloat16() if normalization == "LayerNorm" else None
+    norm = FusedNorm(config, weight, bias)
+    found = norm(x)
+    gamma = weight.double() + 1
+    if normalization == "LayerNorm":
+        expected = F.layer_norm(x.double(), [256], gamma, bias.double(), 1e-5)
+    else:
+        expected = F.rms_norm(x.double(), [256], gamma, 1e-5)
+    # rounded once: only ties in float32 may fall to the other side
+    assert found.dtype == torch.bfloat16
+    assert (found != expected.bfloat16()).sum() <= 8
+    found.sum().backward()
+    assert norm.weight.grad.dtype == x.grad.dtype == torch.bfloat16
 
 
 def test_spec_with_norm_equals_norm_before_it():

@@ -240,7 +240,10 @@ def _checkpoint(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
 
 
 class FusedNorm(nn.Module):
-    """LayerNorm or RMSNorm of [..., h], as config says; ValueError for another."""
+    """The norm that Transformer Engine's linear_fc1 has inside, as a module of its own.
+
+    LayerNorm or RMSNorm of [..., h], as config says; ValueError for another.
+    """
 
     def __init__(self, config: Any, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -253,7 +256,11 @@ class FusedNorm(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        gamma = self.weight + 1 if self.zero_centered else self.weight
+        dtype, gamma, bias = x.dtype, self.weight, self.bias
+        if self.zero_centered:
+            # in float32 as Transformer Engine: 1 + weight in bfloat16 would lose weights below 2^-8
+            wide = torch.promote_types(dtype, torch.float32)
+            x, gamma, bias = x.to(wide), gamma.to(wide) + 1, None if bias is None else bias.to(wide)
         if self.normalization == "RMSNorm":
-            return F.rms_norm(x, gamma.shape, gamma, self.eps)
-        return F.layer_norm(x, gamma.shape, gamma, self.bias, self.eps)
+            return F.rms_norm(x, gamma.shape, gamma, self.eps).to(dtype)
+        return F.layer_norm(x, gamma.shape, gamma, bias, self.eps).to(dtype)
