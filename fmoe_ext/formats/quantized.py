@@ -50,8 +50,16 @@ _INSTEAD = MappingProxyType(
         **{"mxfp8": "q8_0", "fp8": "q8_0", "nf4": "q4_k"},
     }
 )
-# Layers that servers join into one matrix, which in NVFP4 has one factor for all rows: they are packed together
-_FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("w1", "w3"))
+# Layers of one module that vLLM or SGLang joins into one matrix, which in NVFP4 has one factor for all rows: they have
+# the same inputs and are packed together
+_FUSED = (
+    ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),  # from b_proj on: Kimi Linear's
+    ("q_a_proj", "kv_a_proj_with_mqa"),  # DeepSeek's latent attention
+    ("in_proj_qkv", "in_proj_z"),  # Qwen3.5's linear attention
+    ("in_proj_b", "in_proj_a"),
+    ("gate_proj", "up_proj"),
+    ("w1", "w3"),
+)
 
 
 class Report(NamedTuple):
@@ -224,7 +232,7 @@ class _Packed(_Job):
             if columns % block:
                 raise CheckpointError(
                     f"{files.path}: rows of {name} have {columns} columns, no whole blocks of {block} as "
-                    f"{type} has them: take --type fp8"
+                    f"{type} has them: take {'--to gguf' if self.is_stack else '--type fp8'}"
                 )
             self.wanted |= {name for of_expert in found.names for name in of_expert}
             for e, of_expert in enumerate(found.names):

@@ -46,6 +46,17 @@ def model(tmp_path_factory):
 GPT2 = [r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"]
 
 
+# {matrix of vLLM or SGLang: the layers that it joins}
+JOINED = {
+    "qkv_proj": ("q_proj", "k_proj", "v_proj"),
+    "in_proj_qkvbfg_a": ("q_proj", "k_proj", "v_proj", "b_proj", "f_a_proj", "g_a_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+    "fused_qkv_a_proj": ("q_a_proj", "kv_a_proj_with_mqa"),
+    "in_proj_qkvz": ("in_proj_qkv", "in_proj_z"),
+    "in_proj_ba": ("in_proj_b", "in_proj_a"),
+}
+
+
 def is_packed(name):
     return name.endswith("_proj.weight")
 
@@ -56,7 +67,7 @@ def nearest(tensors, format):
     for name in tensors:
         if is_packed(name):
             stem, _, leaf = name.removesuffix(".weight").rpartition(".")
-            fused = {"q_proj": "qkv", "k_proj": "qkv", "v_proj": "qkv", "gate_proj": "up", "up_proj": "up"}
+            fused = {layer: matrix for matrix, layers in JOINED.items() for layer in layers}
             groups.setdefault((stem, fused.get(leaf, leaf) if format == "nvfp4" else leaf), []).append(name)
     values = {}
     for names in groups.values():
@@ -99,6 +110,36 @@ def test_packed_folder_differs_in_the_packed_weights_alone(type, model, tmp_path
         assert copies[name] == content, name
     assert f"| packing | {type} |" in copies["README.md"].decode()
     assert report.bytes_after < report.bytes_before * 0.6
+
+
+@pytest.mark.parametrize(
+    "name, joined",
+    [
+        ("glm4_moe_lite", {"fused_qkv_a_proj", "gate_up_proj"}),
+        ("kimi_linear", {"in_proj_qkvbfg_a", "qkv_proj", "gate_up_proj"}),
+        ("qwen3_5_moe_text", {"qkv_proj", "gate_up_proj", "in_proj_qkvz", "in_proj_ba"}),
+    ],
+)
+def test_layers_that_servers_join_share_a_factor_in_nvfp4(name, joined, tmp_path):
+    """Of a joined matrix vLLM and SGLang keep one weight_global_scale, for the rows of all its layers."""
+    model_type, _, values = WRITTEN[name]
+    make(model_type, **{**values, **wide(model_type, values)}).to(torch.bfloat16).save_pretrained(
+        tmp_path / "in"
+    )
+    export_quantized(tmp_path / "in", tmp_path / "out", "packed", "nvfp4")
+    scales = {
+        name.removesuffix(".weight_global_scale"): tensor.read().item()
+        for name, tensor in ModelFolder(tmp_path / "out").tensors.items()
+        if name.endswith(".weight_global_scale")
+    }
+    found = set()
+    for parent in {name.rpartition(".")[0] for name in scales}:
+        for matrix, layers in JOINED.items():
+            names = [f"{parent}.{layer}" for layer in layers]
+            if all(name in scales for name in names):
+                found.add(matrix)
+                assert len({scales[name] for name in names}) == 1, names
+    assert found == joined
 
 
 @pytest.mark.parametrize("type", FORMATS)
@@ -402,6 +443,9 @@ def test_refused_by_name(model, tmp_path):
     with pytest.raises(CheckpointError, match="is a GGUF file: give the float folder"):
         export_quantized(tmp_path / "file/model.gguf", tmp_path / "out", "packed", "fp8")
     oss(tmp_path / "oss")
+    oss(tmp_path / "narrow", hidden_size=48)
+    with pytest.raises(CheckpointError, match=r"have 48 columns, no whole blocks of 32 .* take --to gguf$"):
+        export_quantized(tmp_path / "narrow", tmp_path / "out", "packed", "mxfp4")
     with pytest.raises(
         CheckpointError, match=r"a stack of all experts, which nvfp4 has .* gguf, or --type mxfp4"
     ):
