@@ -200,7 +200,7 @@ def grouped_gemm_backward(
     main_dweight: Tensor | None = None,
 ) -> tuple[Tensor, ...]:
     _check_gradient_mode("grouped_gemm_backward", "ops.grouped_gemm")
-    _check_grouped_gemm(x, weight, offs, None, grad_y)
+    _check_grouped_gemm(x, weight, offs, None, grad_y, main_dweight)
     if main_dweight is not None:
         _check_main_grad(main_dweight, weight, "main_dweight", "weight")
     _check_needs(needs, "dx, dweight, dbias")
@@ -386,9 +386,15 @@ def expert_mlp_backward_weights(*arguments: Any) -> tuple[Tensor, ...]:
 
 
 def _check_grouped_gemm(
-    x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None, grad_y: Tensor | None = None
+    x: Tensor,
+    weight: Tensor,
+    offs: Tensor,
+    bias: Tensor | None,
+    grad_y: Tensor | None = None,
+    main_dweight: Tensor | None = None,
 ) -> None:
-    _check_devices({"x": x, "weight": weight, "offs": offs}, {"bias": bias, "grad_y": grad_y})
+    optional = {"bias": bias, "grad_y": grad_y, "main_dweight": main_dweight}
+    _check_devices({"x": x, "weight": weight, "offs": offs}, optional)
     _check_float(x, "x")
     _check_shape(x, "x", "[R, D]", None, None)
     _check_like(weight, x, "weight", "x")
