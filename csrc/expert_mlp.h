@@ -1,6 +1,6 @@
-// Argument checks of expert_mlp, frozen_mlp and their backwards, for every device. Values of offs and of the
-// indices are not checked here: the CPU raises for those out of range, CUDA forces offs into the rows and
-// drops such choices.
+// Argument checks of expert_mlp, frozen_mlp and their backwards, for every device. Devices and contiguity are
+// the caller's. Values of offs and of the indices are not checked here: the CPU raises for those out of
+// range, CUDA clamps offs to the rows and drops choices whose index is out of range.
 #pragma once
 
 #include <optional>
@@ -113,7 +113,8 @@ inline void check_hidden_rows(const Tensor& rows, const Tensor& x, const Tensor&
   check_size(rows, 1, width, name, shape);
 }
 
-// What the half of the backward for the weights reads of the other half, where it needs them.
+// dh and scaled_a, which the backward of the weights takes from the backward of the inputs; each is checked
+// only where it is needed.
 inline void check_rows_of_inputs_half(const Tensor& dh, const Tensor& scaled_a, const Tensor& x,
                                       const Tensor& inverse, const Tensor& w1, const Tensor& w2,
                                       const ExpertMlpNeeds& needs) {

@@ -14,8 +14,8 @@ namespace fmoe_ext {
 
 FMOE_INLINE double exp_nonpositive(double x) { return std::exp(x); }
 
-// Within 2 ulp for x <= 0, 0 where the result would be denormal, NaN for NaN. Free of calls and branches:
-// vectorises.
+// Within 2 ulp for -87.33 <= x <= 0; 0 below, where the result is denormal or nearly so; NaN for NaN. Free of
+// calls and branches: vectorises.
 FMOE_INLINE float exp_nonpositive(float x) {
   constexpr float kSmallest = -87.33f, kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
   const float clamped = x < kSmallest ? kSmallest : x;

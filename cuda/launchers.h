@@ -102,12 +102,12 @@ struct RowScale {
 // out [num_rows, N] = scale (x weight[e]^T + bias[e]), zero in padding; bias may be null
 void launch_rows_by_weight(Dtype, const GroupedRows& x, const GroupedWeight&, const int* offs,
                            int64_t num_rows, const void* bias, const RowScale&, void* out, LaunchStream);
+struct WeightGrad {
+  void* data;       // of the dtype; float32 (double for f64) if accumulate
+  bool accumulate;  // data is a main gradient: add to it
+};
 // out[e] [a.width, b.width] = sum over the rows r of expert e of a[r]^T b[r]; zero for an expert without
 // rows, which is left alone when accumulating
-struct WeightGrad {
-  void* data;       // of the dtype
-  bool accumulate;  // adds to what is there: a main gradient, float32 whatever the dtype, or double for f64
-};
 void launch_rows_by_rows(Dtype, const GroupedRows& a, const GroupedRows& b, const int* offs, int num_experts,
                          int64_t num_rows, const WeightGrad& out, LaunchStream);
 // out [E, width] = the sum of each expert's rows, times their factors
@@ -127,8 +127,8 @@ void launch_clamp_offs(const int* offs, int num_experts, int64_t num_rows, int* 
 // In place: y [R, N] = scale (y + bias), zero in padding; offs are clamped, bias may be null
 void launch_finish_rows(Dtype, void* y, const int* offs, int num_experts, int64_t num_rows, int64_t N,
                         const void* bias, const RowScale&, LaunchStream);
-// product [num_experts, size] is zero for an expert without rows; or, with a main gradient, float32, that is
-// increased by the product of the experts that have rows
+// product [num_experts, size] of an expert without rows becomes zero; with a main gradient (float32) it
+// stays, and the main gradient is increased by the products of the experts that have rows
 void launch_finish_weight_grad(Dtype, void* product, const int* offs, int num_experts, int64_t num_rows,
                                int64_t size, float* main_grad, LaunchStream);
 
@@ -156,7 +156,7 @@ void launch_activation_backward(Dtype, CurveKind, bool gated, const void* grad, 
 constexpr int64_t kMaxHopperRows = INT32_MAX - 256;  // tiles are counted in 32 bits
 struct Grid {
   int num_blocks;          // the number of SMs; any positive number is right
-  int tile_columns = 192;  // of a tile of rows_by_weight and grad_input: or 256; the others have one size
+  int tile_columns = 192;  // 192 or 256, of rows_by_weight and grad_input; the other kernels have one size
 };
 
 // sm90_up.cu: h [R, F] = x_rows w1^T + b1, with w1 [E, F, D] (F = 2 H when gated), and a [R, H] as

@@ -1,7 +1,7 @@
 // The products of grouped_gemm and expert_mlp over one set of expert-major rows: ops_gemm_cuda.cpp makes one
-// Products a call of an operator. Each product is computed by the kernel that select.h names, or, where it
-// was the faster one on this device (gpu/races.py), by torch's grouped_mm between our kernels: rows are
-// gathered before it, and biases, factors, activations and main gradients are applied after it.
+// Products for each call of an operator. Each product is computed by the kernel that select.h names, or,
+// where it was the faster one on this device (gpu/races.py), by torch's grouped_mm between our kernels: rows
+// are gathered before it, and biases, factors, activations and main gradients are applied after it.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
@@ -41,7 +41,8 @@ inline bool tf32_allowed() {
 
 class Products {
  public:
-  // matrices: all that the products read, biases too, contiguous; the first has the rows' dtype.
+  // offs: must outlive the object. matrices: all that the products read, biases too, contiguous; the first
+  // has the rows' dtype.
   Products(const Tensor& offs, int64_t num_rows, const std::vector<std::optional<Tensor>>& matrices,
            LaunchStream stream)
       : like_(*matrices.front()),
@@ -64,7 +65,7 @@ class Products {
     }
   }
 
-  // h = x_rows w1^T + b1 and its activation a, [R, H]; h may be left out.
+  // h = x_rows w1^T + b1 and its activation a, [R, H]; without save_h, h is there only if a kernel needed it.
   struct Up {
     std::optional<Tensor> h;
     Tensor a;
@@ -166,7 +167,7 @@ class Products {
     return task;
   }
   Tensor new_rows(int64_t width) const { return torch::stable::new_empty(like_, {num_rows_, width}); }
-  // The product by a weight, of which `of` is the tensor.
+  // The product by a weight; of: the same weight, for torch.
   Tensor rows_by(const Tensor& rows, const GroupedWeight& weight, const Tensor& of,
                  const std::optional<Tensor>& bias, const RowScale& scale) {
     const bool along_n = weight.along_n;
@@ -195,7 +196,8 @@ class Products {
                    rows.width * static_cast<int64_t>(like_.element_size()), data(out), stream_);
     return out;
   }
-  // scale (rows weight^T + bias), or rows weight when along_n, by torch; rounded before the bias is added.
+  // scale (rows weight^T + bias), or rows weight when along_n, by torch; the product is rounded before the
+  // bias is added.
   Tensor torch_rows(const TensorRows& rows, const Tensor& weight, bool along_n,
                     const std::optional<Tensor>& bias, const RowScale& scale) {
     const Tensor y = torch_grouped_mm(gathered(rows), weight, clamped_offs(), false, !along_n);

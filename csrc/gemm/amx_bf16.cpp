@@ -1,5 +1,5 @@
-// use_amx(): puts the products of amx.h into a table of AVX512_BF16, which kernels_for.cpp gives it; few rows
-// still go by its dot products, and everything else by its kernels.
+// use_amx(): replaces products and packing in a table of avx512_bf16's kernels, which kernels_for.cpp passes,
+// by those of amx.h. Products of few rows, and all other kernels, stay avx512_bf16's.
 #include "isa.h"
 
 #if defined(__x86_64__)

@@ -121,8 +121,7 @@ void pack_columns(const T* const* rows, int64_t k, OperandOf<T>* dst) {
   const int64_t units = (k + U::k_step - 1) / U::k_step;
   Unit* panel = (Unit*)dst;
   const int64_t row_bytes = k * sizeof(T);
-  const int64_t ahead =
-      row_bytes > 512 ? 512 : lanes * row_bytes;  // short rows: as many on as are packed at once
+  const int64_t ahead = row_bytes > 512 ? 512 : lanes * row_bytes;  // short rows: the next block of rows
   for (int half = 0; half < 2; ++half) {
     const T* const* columns = rows + half * lanes;
     for (int64_t unit = 0; unit < units; unit += lanes) {
@@ -221,7 +220,8 @@ void pack_lanes(const T* const* rows, int64_t k, int64_t col0, int64_t n, int64_
     for (int64_t ahead = i + kAhead; ahead < i + kAhead + U::k_step && ahead < k; ++ahead)
       for (int64_t byte = 0; byte < n * int64_t(sizeof(T)); byte += 64)
         __builtin_prefetch((const char*)(rows[ahead] + col0) + byte);
-    // In steps of whole vectors: what is written past the lanes is overwritten by the next line.
+    // In steps of whole vectors: what is written past the lanes is overwritten by the next line; after a
+    // panel's last line it lies in the slack that blocks.h leaves (kPackSlack).
     typename U::Unit* line = (typename U::Unit*)dst + i / U::k_step * lanes;
     pack_lines<U>(rows, i, k, col0, n, lanes, line, panel_stride / U::k_step);
   }

@@ -39,7 +39,7 @@ class Span(NamedTuple):
     beside: tuple["Span", ...] = ()
 
     def moved(self, num_bytes: int) -> "Span":
-        """Return the same bytes of the file, for a place num_bytes later in the buffer."""
+        """Return this span, placed num_bytes later in the buffer."""
         return self._replace(at=self.at + num_bytes)
 
     def turned(self, *raw: Bytes) -> Bytes:
@@ -53,7 +53,7 @@ class Part:
 
     shape: tuple[int, ...]  # of one expert
     dtype: torch.dtype
-    spans: tuple[tuple[Span, ...], ...]  # for each expert; places count from the begin of its slot
+    spans: tuple[tuple[Span, ...], ...]  # for each expert; places count from the start of its slot
 
     @cached_property
     def num_bytes(self) -> int:
@@ -110,7 +110,7 @@ class Layer:
         return len(next(iter(self.parts.values())).spans)
 
     def cast(self, dtype: torch.dtype) -> "Layer":
-        """Return the layer whose weights in a floating dtype are cast to another one while they are read.
+        """Return the layer whose weights are cast to dtype as they are read; packed ones stay.
 
         Raises CheckpointError for weights that are numbers only together with scales.
         """

@@ -3,8 +3,8 @@
     what     the experts, and the linear layers of the same decoder; embeddings, head, routers and norms stay as is
     how      each value becomes the nearest one that the packing has (frozen.quantize), under scales that a text may
              choose: errors weigh more where its inputs are large (calibration.py)
-    memory   a matrix is read, packed and written before the next one: an expert in float32, and for GGUF the packed
-             experts of one weight of a layer
+    memory   one matrix at a time is read, packed and written, or the few that servers join (_FUSED); for GGUF the
+             packed experts of one weight of a layer are in memory, too
     restart  a call that was interrupted goes on after the files that are whole
 
 export_quantized() is the entry, which cli.py calls. _Packed writes the folder, _Gguf the file, and _Job is what they
@@ -46,8 +46,11 @@ TYPES = (*PACKED, *(name for name in PACKINGS if name not in PACKED))
 # {type that only the other target has: what to take instead}
 _INSTEAD = MappingProxyType(
     {
-        **{"q4_k": "nvfp4, mxfp4 or nf4", "q8_0": "mxfp8 or fp8"},
-        **{"mxfp8": "q8_0", "fp8": "q8_0", "nf4": "q4_k"},
+        "q4_k": "nvfp4, mxfp4 or nf4",
+        "q8_0": "mxfp8 or fp8",
+        "mxfp8": "q8_0",
+        "fp8": "q8_0",
+        "nf4": "q4_k",
     }
 )
 # Layers of one module that vLLM or SGLang joins into one matrix, which in NVFP4 has one factor for all rows: they have
@@ -88,9 +91,9 @@ def export_quantized(
 
     source: of Transformers, or a name in the cache of the Hugging Face hub. out: a new folder; for "gguf" it has
     model.gguf, with the vocabulary of the folder's tokenizer. type: a name in TYPES.
-    tokens: ids [N] int64 of a text like those the model is for, by which scales are chosen so that the errors of
-    inputs that are large in it weigh more; for q4_k, mxfp4, nvfp4 and nf4. It is read in sequences of seq_len, a batch
-    of them for each pass over the files, by a model that is streamed within `memory`.
+    tokens: ids [N] int64 of a text like those the model is for; scales are then chosen so that errors weigh more where
+    the inputs of this text are large; for q4_k, mxfp4, nvfp4 and nf4. It is read in sequences of seq_len, a batch of
+    them for each pass over the files, by a model that is streamed within `memory`.
     Raises CheckpointError for a type that the target does not have, for folders that are packed already, for experts
     whose rows are no whole blocks and for models that llama.cpp computes otherwise, before anything is written.
     """
@@ -98,7 +101,6 @@ def export_quantized(
         raise CheckpointError(f"--to must be one of {', '.join(TARGETS)}, but got {to!r}")
     if type not in TYPES:
         raise CheckpointError(f"--type must be one of {', '.join(TYPES)}, but got {type!r}")
-    # A type that only the other target has
     if type not in (PACKED if to == "gguf" else PACKINGS):
         other = "packed" if to == "gguf" else "gguf"
         what = (
@@ -175,7 +177,7 @@ class _Job:
             raise CheckpointError(f"{files.path}: {model} has no experts to pack")
         stems = tuple({f"{path.partition('layers.')[0]}layers." for path in self.experts})
         head = self.skeleton.get_output_embeddings()
-        # only beside experts: a tower for images stays as it is, and so does the head
+        # only beside experts: a tower for images stays as it is, and so do the head and gates of one row
         self.linear = {
             name: layer
             for name, layer in linear_layers(self.skeleton).items()
@@ -366,7 +368,7 @@ class _Gguf(_Job):
 
     def __init__(self, files: FolderModel, type: str) -> None:
         super().__init__(files, type)
-        without_heads(files.config)  # which the file does not have
+        without_heads(files.config)  # those that the file has are added below
         architecture = check_writable(files.config)
         if type == "nvfp4" and not architecture.has_factors:
             raise CheckpointError(
@@ -382,7 +384,7 @@ class _Gguf(_Job):
             for part, leaf in (("w1", up_of(self.experts[path])), ("w2", "down_proj")):
                 self.tensors[f"{path}.{leaf}"] = _by_expert(layer.parts[part], layer.num_experts)
         packed = self.tensors.keys() | self.linear.keys()
-        # Tensors that the files have as the modules do; of tied ones the first name alone
+        # Tensors that the files have as the modules do; of tied parameters only the first name
         tied = getattr(self.skeleton, "all_tied_weights_keys", {})
         others = weights.others(files.dtype)
         own, used = self.skeleton.state_dict(), set()
@@ -413,9 +415,8 @@ class _Gguf(_Job):
         self.vocabulary = None
         if self.has_vocabulary:
             generation = files.folder / "generation_config.json"
-            said = (
-                read_json(generation) if generation.exists() else files.config.to_dict()
-            )  # as generate() does
+            # as generate() does
+            said = read_json(generation) if generation.exists() else files.config.to_dict()
             stops = said.get("eos_token_id")
             stops = [stops] if isinstance(stops, int) else stops or []  # ids at which an answer ends
             self.vocabulary = read_vocabulary(files.folder, files.config, stops)

@@ -1,4 +1,4 @@
-"""Compute grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten, kernels that others have proved.
+"""Compute grouped_gemm and expert_mlp by torch.nn.functional.grouped_mm and aten, kernels proved elsewhere.
 
 There are two ways in:
     install()           replaces grouped_gemm, expert_mlp and their backwards as a whole: FMOE_GPU_KERNELS=torch, or
@@ -14,7 +14,7 @@ A row of expert_mlp goes x -> in_rows -> w1 -> activation -> w2 -> weighted sum 
 As a whole it is slower than our kernels: intermediate results go through memory, and weights with a bias or with
 widths that are no multiple of 16 bytes are copied.
 
-What torch's grouped_mm does with the ends of the groups: bfloat16 on compute capability 9.0 and 10 leaves them on the
+What torch's grouped_mm does with the ends of the groups: bfloat16 on compute capability 9.0 and 10.x leaves them on the
 device, and takes up to 1,023 groups. Everything else, float16 and bfloat16 on 8.0 to 8.9 and 12.0 included, loops over
 the groups on the host, which waits for the device and cannot be captured in a graph. cuda/select.h has the same table.
 """
@@ -111,7 +111,7 @@ class _Groups:
         """The given ends, forced to rise and to stay inside the rows."""
         if self.given.numel() == 0:
             return self.given
-        # the values are on the device, so that wrong ones cannot be refused without waiting: they only must not fault
+        # the values are on the device, and refusing wrong ones would wait: they must only cause no fault
         return self.given.clamp(0, self.num_rows).cummax(0).values.int()
 
     @cached_property
@@ -157,7 +157,10 @@ class _Groups:
         return out.masked_fill((counts == 0)[:, None, None], 0)
 
     def sums(self, rows: Tensor, factors: Tensor | None = None) -> Tensor:
-        """Sum each expert's rows [R, N], times factors [R] if given -> [E, N]: a product by a column of ones."""
+        """Sum each expert's rows [R, N], times factors [R] if given -> [E, N]: a product by a column of ones.
+
+        Factors are rounded to the rows' dtype, which our kernels do not.
+        """
         ones = rows.new_ones(self.num_rows) if factors is None else factors.to(rows.dtype)
         return self.rows_by_rows(ones[:, None], rows)[:, 0].contiguous()
 
@@ -171,13 +174,13 @@ class _Groups:
         """Compute rows_by_rows; with a main gradient, add it to that in place and return an empty tensor."""
         if main_grad is None:
             return self.rows_by_rows(a, b).contiguous()
-        # Rounded to 16 bits before it is added: for float32 operands grouped_mm loops over the experts.
+        # In 16 bits the product is rounded before it is added: for float32 operands grouped_mm loops over the experts.
         main_grad += self.rows_by_rows(a, b)
         return a.new_empty(0)
 
 
 def grouped_gemm(x: Tensor, weight: Tensor, offs: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Compute the operator of this name; so do the functions below that have an operator's name."""
+    """Compute the operator of this name, as do the functions below named like an operator."""
     _check_grouped_gemm(x, weight, offs, bias)
     return _linear(_Groups(offs, x.shape[0]), x, weight, bias)
 

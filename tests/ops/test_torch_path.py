@@ -187,7 +187,7 @@ def test_rejects_as_our_kernels_do():
     main = torch.zeros(2, 3, 8, dtype=torch.float64)
     with pytest.raises(RuntimeError, match="main_dweight must be float32"):
         torch.ops.fmoe_ext.grouped_gemm_backward(x[:, :3], x, good, offs, [True] * 3, main)
-    with pytest.raises(RuntimeError, match="main_dweight must be on .* like x, but it is on meta"):
+    with pytest.raises(RuntimeError, match=r"main_dweight must be on .* like x, but it is on meta"):
         torch_path.grouped_gemm_backward(x[:, :3], x, good, offs, [True] * 3, main.float().to("meta"))
 
 

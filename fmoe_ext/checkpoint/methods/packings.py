@@ -26,7 +26,7 @@ class Packing(NamedTuple):
     tensors: Callable[[Quantized], dict[str, torch.Tensor]]
     config: Mapping[str, Any]  # quantization_config without the names of layers that stay as they are
     ignored: str  # the key for these names
-    fused: bool = False  # layers that a server joins must share a factor: it takes the largest for all
+    fused: bool = False  # layers that a server joins must share a factor: it keeps one for all
 
     def quantization_config(self, plain: Iterable[str]) -> dict[str, Any]:
         """Make a folder's quantization_config. plain: names of the linear layers that are not packed."""

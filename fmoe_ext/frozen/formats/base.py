@@ -19,8 +19,8 @@ import torch
 Shape: TypeAlias = tuple[int, int, int]
 Tensors: TypeAlias = tuple[torch.Tensor, torch.Tensor | None]  # data and scale
 WithZero: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # and zero
-# Scales to try, as multiples of the one that the largest magnitude of a block gives: smaller ones clip that value, and
-# come nearer to the others; larger ones only shift which codes are used.
+# Scales to try, as multiples of the one that the largest magnitude of a block gives: a smaller one clips that value but
+# fits the others better; a larger one moves the values between codes.
 FACTORS = (1.0, 0.7, 0.75, 0.8, 0.85, 0.9, 0.95, 1.05, 1.1)
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -47,7 +47,7 @@ class Format:
 
     number: int  # in csrc/gemm/packed.h
     tensors: str  # shapes of data, scale and zero, for errors
-    bits: float  # of one weight as quantize() packs it, with scales of blocks, without those of whole rows or matrices
+    bits: float  # per weight as quantize() packs it: codes and scales of blocks, not those of whole rows or matrices
     block: int  # columns that quantize() packs together
     has_integers = False  # products in integers, Quantized.int8_activations
 
@@ -68,12 +68,12 @@ class Format:
         return rows
 
     def join_scale(self, scale: torch.Tensor, parts: int) -> torch.Tensor:
-        """Turn the scales of parts that were packed apart into those of the whole."""
+        """Turn the scales of blocks of rows that were packed one by one into the whole weight's."""
         return scale
 
 
 class Fitted(Format):
-    """A format for whose blocks several scales are possible: pack() takes the best by an importance of the values."""
+    """A format whose scales pack() can choose by an importance of the values."""
 
     def pack(self, weight: torch.Tensor, importance: torch.Tensor | None = None) -> Tensors | WithZero:
         """Round float32 [E, out, in]; importance, of the same shape, weighs the squared errors of values."""
@@ -92,7 +92,7 @@ class Grid(NamedTuple):
 class Lattice(Format):
     """A format that rounding.py can also round to by second moments of the inputs: its values lie on a Grid."""
 
-    can_rescale = True  # False where scales are powers of two, and have no best factor near 1
+    can_rescale = True  # False where scales are powers of two, so that no factor near 1 exists
 
     def grid(self, q: Packed) -> Grid:
         """Return the values that the scales of q allow."""

@@ -7,6 +7,8 @@ attributes, which the layer sets once, when it is made:
     sequence_parallel      gradients are summed over tensor-parallel ranks
     tensor_model_parallel  the gradient norm counts every rank's part
 
+Without sequence parallelism a hook on the gate's parameters sums their gradients over tensor-parallel ranks.
+
 The gate's loss is that of all tokens of a microbatch, on all ranks. It joins the backward through Megatron's
 MoEAuxLossAutoScaler, which gives it the gradient that the schedule has set for the main loss. A loss of each
 sequence needs sequences one after the other: Megatron's [s, b, h] is transposed on the way in and out.
@@ -70,19 +72,20 @@ class MegatronCoreMLP(nn.Module):
         self.gate_loss: Tensor | None = None
         self._groups = groups
         if config.num_moe_experts is None:
-            # only then do Megatron's schedules scale the auxiliary loss
+            # Megatron's schedules scale the auxiliary loss only where this is set
             config.num_moe_experts = moe.num_experts
         # Attributes by which Megatron treats the parameters: of experts, then of what is the same on all ranks.
         gate = moe.gate
         for name, p in moe.experts.named_parameters():
             p.allreduce = False  # reduced over the ranks that hold the same experts
-            # The gradient norm counts parameters of every tensor-parallel rank: experts differ there.
+            # Experts differ between tensor-parallel ranks, so that the gradient norm counts them on each; a bias that
+            # all of them hold counts once.
             is_copy = groups.expt_tp.size() > 1 and name == "h4toh.bias"
             p.tensor_model_parallel, p.partition_dim, p.partition_stride = not is_copy, 0, 1
         modules = [module for module in (gate, moe.latent, norm) if module is not None]
         dense: list[Any] = [p for module in modules for p in module.parameters()]
         for p in dense:
-            # then each rank has tokens of its own, and Megatron sums the gradient over the ranks
+            # with sequence parallelism each rank has tokens of its own, and Megatron sums the gradient over the ranks
             p.sequence_parallel = config.sequence_parallel
         # The ranks over which the gate's loss is summed.
         if groups.tp_dp_cp.size() > 1 and isinstance(getattr(gate, "ranks", None), (OneRank, GroupRanks)):
@@ -214,7 +217,6 @@ class MegatronCoreMLP(nn.Module):
         copies = {name: p for name, p in state.items() if name not in experts and name not in shared}
         from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint as make
 
-        # Copies, then experts, then Megatron's shared experts.
         groups = {"tp_group": self._groups.tp, "dp_cp_group": self._groups.dp_cp}
         known = inspect.signature(make).parameters  # 0.15 asks parallel_state for them
         groups = {name: group for name, group in groups.items() if name in known}
