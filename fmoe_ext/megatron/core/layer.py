@@ -258,7 +258,9 @@ class FusedNorm(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        dtype, gamma, bias = x.dtype, self.weight, self.bias
+        dtype = x.dtype
+        gamma: Tensor = self.weight
+        bias: Tensor | None = self.bias
         if self.zero_centered:
             # in float32 as Transformer Engine: 1 + weight in bfloat16 would lose weights below 2^-8
             wide = torch.promote_types(dtype, torch.float32)
