@@ -390,23 +390,32 @@ def test_updates_of_other_servers_hold_memory_until_they_are_applied(follower):
         loop.run(caller.close(), 60)
 
 
+def _placement(host):
+    """Return (ReplicatedExperts without a network, write(uid, *members) to its view of etcd, uids that it adds)."""
+    placement = ReplicatedExperts(Replication("nowhere:1", replicas=2), store=object(), peers=object())
+    added = []
+
+    async def add_experts(uids):
+        added.extend(uids)
+        await asyncio.sleep(0)  # the disk and the thread that computes
+        host.add(uids)
+
+    placement.server = types.SimpleNamespace(host=host, add_experts=add_experts)
+    placement._site = types.SimpleNamespace(registry=placement.registry)
+
+    def write(uid, *servers):
+        record = keys.dump(keys.Members({server: "host:1" for server in servers}))
+        placement.registry.view.take(Entry(keys.members_key(uid), record, 1, 1))
+
+    return placement, write, added
+
+
 def test_host_takes_only_what_the_registry_has_and_lacks_and_what_fits():
     """A stranger could have 500 experts made."""
 
     async def run():
         host = ExpertHost(find_expert_class("ffn"), D, Training("adam"))
-        placement = ReplicatedExperts(Replication("nowhere:1", replicas=2), store=object(), peers=object())
-
-        async def add_experts(uids):
-            host.add(uids)
-
-        placement.server = types.SimpleNamespace(host=host, add_experts=add_experts)
-        placement._site = types.SimpleNamespace(registry=placement.registry)
-
-        def write(uid, *servers):
-            record = keys.dump(keys.Members({server: "host:1" for server in servers}))
-            placement.registry.view.take(Entry(keys.members_key(uid), record, 1, 1))
-
+        placement, write, _ = _placement(host)
         for uid, servers in (("expert.0", "a"), ("expert.1", "a"), ("expert.2", "ab")):
             write(uid, *servers)
         await placement.host_expert("expert.0")
@@ -426,3 +435,36 @@ def test_host_takes_only_what_the_registry_has_and_lacks_and_what_fits():
         return sorted(host.experts)
 
     assert asyncio.run(run()) == ["expert.0", "expert.1"]
+
+
+def test_experts_that_a_server_is_asked_to_host_at_once_are_counted_together():
+    async def run():
+        host = ExpertHost(find_expert_class("ffn"), D, Training("adam"))
+        placement, write, _ = _placement(host)
+        uids = [f"expert.{i}" for i in range(4)]
+        for uid in uids:
+            write(uid, "a")
+        other = ExpertHost(find_expert_class("ffn"), D, Training("adam"))
+        other.add(["expert.0"])
+        placement.max_hosted_bytes = 2 * other.state_bytes("expert.0")
+        replies = await asyncio.gather(*map(placement.host_expert, uids), return_exceptions=True)
+        return sorted(host.experts), [type(reply) for reply in replies]
+
+    hosted, replies = asyncio.run(run())
+    assert hosted == ["expert.0", "expert.1"]
+    assert replies == [type(None)] * 2 + [QueueFull] * 2
+
+
+def test_calls_for_one_expert_that_wait_for_its_record_add_it_once():
+    """A second one would put the checkpoint over a replica that has begun to follow."""
+
+    async def run():
+        host = ExpertHost(find_expert_class("ffn"), D, Training("adam"))
+        placement, write, added = _placement(host)
+        calls = [asyncio.create_task(placement.host_expert("expert.0")) for _ in range(2)]
+        await asyncio.sleep(0)  # both have looked for the record
+        write("expert.0", "a")
+        await asyncio.gather(*calls)
+        return added
+
+    assert asyncio.run(run()) == ["expert.0"]

@@ -63,7 +63,7 @@ class ReplicatedExperts:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._confirming: set[asyncio.Task[None]] = set()  # Leader.confirm() of terms that have just begun
-        self._hosting: set[str] = set()  # experts that host_expert() is adding
+        self._hosting = asyncio.Lock()  # while host_expert() adds an expert
         self._stopping = False
         # of the states of all experts, half of the memory: host_expert() refuses more
         self.max_hosted_bytes = share_of_memory(2) or float("inf")
@@ -165,6 +165,9 @@ class ReplicatedExperts:
             # begins with protocol.NOT_LEADER, by which clients know that they have to look the expert up again
             raise NotLeader(f"not the leader of {uid}, and no member: it may lack acknowledged updates")
 
+    def _may_host(self, uid: str) -> bool:
+        return uid not in self.replicas and not self._stopping
+
     def _add(self, uid: str) -> None:
         if uid not in self.replicas:
             self.replicas[uid] = Replica(self._site, uid, self.server.host.find(uid).ledger)
@@ -208,31 +211,31 @@ class ReplicatedExperts:
         Any admitted caller may ask, so this is refused unless etcd has the expert, it lacks replicas, and the states of
         all experts fit in half of the memory.
         """
-        if uid not in self.replicas and uid not in self._hosting and not self._stopping:
+        record = None
+        if self._may_host(uid):
             check_uid(uid)
             for _ in range(20):  # a record that another server has just written shows within a second
                 record, _ = self.registry.view.members(uid)
                 if record is not None:
                     break
                 await asyncio.sleep(0.05)
-            if record is None or len(record.endpoints) >= self.options.replicas:
-                why = "has its replicas" if record else "is no expert that the registry knows"
-                raise ValueError(f"{uid} {why}: this server does not host it")
-            # all experts of a server are of one class and width: the new one is as large as the largest
-            host = self.server.host
-            sizes = [host.state_bytes(known) for known in host.experts]
-            if sizes and sum(sizes) + max(sizes) > self.max_hosted_bytes:
-                raise QueueFull(
-                    f"no room for {uid}: the {len(sizes)} experts here hold {sum(sizes)} bytes, of at most "
-                    f"{self.max_hosted_bytes}, half of the memory"
-                )
-            self._hosting.add(uid)
-            try:
+        # one at a time: each must count the experts that others have added, and see whether one of them is its own
+        async with self._hosting:
+            if self._may_host(uid):
+                if record is None or len(record.endpoints) >= self.options.replicas:
+                    why = "has its replicas" if record else "is no expert that the registry knows"
+                    raise ValueError(f"{uid} {why}: this server does not host it")
+                # all experts of a server are of one class and width: the new one is as large as the largest
+                host = self.server.host
+                sizes = [host.state_bytes(known) for known in host.experts]
+                if sizes and sum(sizes) + max(sizes) > self.max_hosted_bytes:
+                    raise QueueFull(
+                        f"no room for {uid}: the {len(sizes)} experts here hold {sum(sizes)} bytes, of at most "
+                        f"{self.max_hosted_bytes}, half of the memory"
+                    )
                 # from its checkpoint, if an earlier process left one here
                 await self.server.add_experts([uid])
                 self._add(uid)
-            finally:
-                self._hosting.discard(uid)
         self._wake.set()
 
     # ---------------------------------------------------------------- one look at everything
