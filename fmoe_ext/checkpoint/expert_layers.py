@@ -142,6 +142,14 @@ def _plain_part(base: ModelFolder, weight: InFiles) -> Part:
         if not is_matrix or (weight.is_stack and tensor.shape[0] != len(weight.names)):
             expected = "a stack [E, *, *]" if weight.is_stack else "a matrix"
             raise CheckpointError(f"{base.folder}: {name} is {list(tensor.shape)}, expected {expected}")
+    # all experts are slots of one tensor in the buffer, so each must be like the first
+    for of_expert in weight.names:
+        for name, like in zip(of_expert, first, strict=True):
+            tensor = base.tensors[name]
+            if (tensor.dtype, tensor.shape) != (first[0].dtype, like.shape):
+                raise CheckpointError(
+                    f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, unlike the first expert's"
+                )
     # In the module's order: bytes are copied. Otherwise they are rearranged while they are read
     if not weight.transposed and not weight.interleaved:
         return _part_of(base, (sum(shape[0] for shape in shapes), shapes[0][1]), weight.names)
@@ -263,11 +271,6 @@ def _part_of(base: ModelFolder, shape: tuple[int, ...], names: Sequence[Sequence
         at = 0  # in the expert's bytes of the buffer
         of_expert: list[Span] = []
         for name, tensor in zip(names[e], tensors, strict=True):
-            # all experts are slots of one tensor in the buffer, so each must be like the first
-            if tensor.dtype != dtype or tensor.shape != stored[0][len(of_expert)].shape:
-                raise CheckpointError(
-                    f"{base.folder}: {name} is {tensor.dtype} {list(tensor.shape)}, unlike the first expert's"
-                )
             size = tensor.num_bytes // (len(stored) if is_stacked else 1)
             path, begin = _place_of(base, name)
             of_expert.append(Span(path, begin + (e * size if is_stacked else 0), size, at))

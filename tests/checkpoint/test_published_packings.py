@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fmoe_ext.checkpoint import CheckpointError
-from fmoe_ext.checkpoint.expert_layers import decode
+from fmoe_ext.checkpoint.expert_layers import InFiles, decode, layer_of
 from fmoe_ext.checkpoint.methods import is_usual, kind_of
 from fmoe_ext.checkpoint.model_folder import ModelFolder
 from fmoe_ext.finetune.streaming.reader import Reader
@@ -123,8 +123,6 @@ def test_projections_in_different_packings_are_decoded(tmp_path):
             packed, values[e, projection] = pack(weight, kinds[projection])
         tensors |= {f"{PATH}.{e}.{projection}.{key}": value for key, value in packed.items()}
     config = CONFIGS["mxfp4-pack-quantized"] | {"format": "mixed-precision"}
-    from fmoe_ext.checkpoint.expert_layers import InFiles, layer_of
-
     joined = (("gate_proj", "up_proj"), ("down_proj",))
     names = (tuple(tuple(f"{PATH}.{e}.{p}.weight" for p in of) for e in range(E)) for of in joined)
     base = save(tmp_path, tensors, config)
@@ -280,3 +278,19 @@ def test_empty_sparsity_config_is_that_of_a_dense_folder():
     """llm-compressor 0.14 writes it."""
     assert is_usual("sparsity_config", {}) and is_usual("sparsity_config", {"format": "dense"})
     assert not is_usual("sparsity_config", {"format": "sparse-24-bitmask"})
+
+
+@pytest.mark.parametrize("order", ["transposed", "interleaved"])
+@pytest.mark.parametrize(
+    "wrong", [torch.ones(D, H), torch.ones(H // 2, D), torch.ones(H, D, dtype=torch.uint8)]
+)
+def test_plain_experts_in_another_order_must_be_alike(order, wrong, tmp_path):
+    """A matrix [in, out] among [out, in] has as many bytes, so that it was read scrambled."""
+    names = [f"{PATH}.{e}.weight" for e in range(E)]
+    tensors = {name: torch.ones(H, D) for name in names}
+    save_file(tensors | {names[2]: wrong}, tmp_path / "model.safetensors")
+    weight = InFiles(tuple((name,) for name in names), **{order: True})
+    with pytest.raises(
+        CheckpointError, match=rf"{names[2]} is {wrong.dtype} \[.*\], unlike the first expert's"
+    ):
+        layer_of(ModelFolder(tmp_path / "model.safetensors"), None, PATH, (weight, weight))
