@@ -287,22 +287,29 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
             raise WireError(f"tensor {name!r} was compressed from {was!r}, which is no floating dtype")
         if tensor.dtype is torch.int8:
             scale = message.tensors.get(name + _SCALE)
-            if scale is None or scale.shape != (*tensor.shape[:-1], 1) or not scale.is_floating_point():
+            wide = torch.promote_types(
+                dtype, torch.float32
+            )  # as in compress(), and as unpacked_bytes() counts
+            if scale is None or scale.shape != (*tensor.shape[:-1], 1) or scale.dtype != wide:
                 raise WireError(
-                    f"tensor {name!r} is int8 {list(tensor.shape)}, but has no scale for each row"
+                    f"tensor {name!r} is int8 {list(tensor.shape)}, but has no scale in {wide} for each row"
                 )
-            tensor = tensor.to(scale.dtype) * scale
+            tensor = tensor.to(wide).mul_(scale)
         restored[name] = tensor.to(dtype)
     return restored
 
 
 def unpacked_bytes(message: Message) -> int:
     """Return the bytes of the tensors that decompress() makes anew, beside the message's own."""
-    return sum(
-        x.numel() * DTYPES.get(message.meta[name + _DTYPE], x.dtype).itemsize
-        for name, x in message.tensors.items()
-        if name + _DTYPE in message.meta and not name.endswith(_SCALE)
-    )
+    count = 0
+    for name, x in message.tensors.items():
+        if name + _DTYPE in message.meta and not name.endswith(_SCALE):
+            dtype = DTYPES.get(message.meta[name + _DTYPE], x.dtype)
+            count += x.numel() * dtype.itemsize
+            # int8 is multiplied by its scale in float32 at least, and rounded to 16 bits then
+            if x.dtype is torch.int8 and dtype.itemsize < 4:
+                count += x.numel() * torch.float32.itemsize
+    return count
 
 
 class ErrorFeedback:

@@ -107,6 +107,12 @@ def test_bytes_of_a_packed_message_are_those_of_its_tensors(codec, dtype):
     assert unpacked_bytes(compress({"0": x}, codec, {})) == (0 if codec == "none" else x.nbytes)
 
 
+def test_bytes_of_a_packed_message_count_the_product_of_int8_in_float32():
+    x = torch.ones(3, 8, dtype=torch.float16)
+    assert unpacked_bytes(compress({"0": x}, "bf16", {})) == x.nbytes
+    assert unpacked_bytes(compress({"0": x}, "int8", {})) == x.nbytes + 4 * x.numel()
+
+
 def test_calls_that_wait_are_bounded_by_the_windows_that_grpc_reads_of_them(monkeypatch):
     monkeypatch.setattr(fair_queue, "LEAST_WAITING", 0)
 

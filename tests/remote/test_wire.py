@@ -148,7 +148,7 @@ def test_compression_keeps_zero_rows_and_no_rows():
     assert zeros["e"].shape == (0, 3)
 
 
-@pytest.mark.parametrize("broken", ["missing", "shape", "dtype"])
+@pytest.mark.parametrize("broken", ["missing", "shape", "dtype", "wide"])
 def test_broken_scales_are_refused(broken):
     message = compress({"x": torch.randn(2, 3)}, "int8", {})
     tensors, meta = dict(message.tensors), dict(message.meta)
@@ -156,6 +156,8 @@ def test_broken_scales_are_refused(broken):
         del tensors["x:scale"]
     elif broken == "shape":
         tensors["x:scale"] = torch.ones(3, 1)
+    elif broken == "wide":  # the product in float64 would take twice what is counted
+        tensors["x:scale"] = tensors["x:scale"].double()
     else:
         meta["x:dtype"] = "I64"
     with pytest.raises(WireError):
