@@ -293,6 +293,21 @@ def test_summary(tmp_path):
     assert gate.together.tolist() == [[0, 32, 16, 8], [32, 0, 0, 0], [16, 0, 0, 0], [8, 0, 0, 0]]
 
 
+def test_summary_counts_dropped_choices_as_integers(tmp_path):
+    """bfloat16 stops at 256, and float32 at 2^24."""
+    model = Fixed([torch.tensor([[0, -1]]).expand(257, 2)], 4)
+    with balance.log_choices(model, tmp_path / "log") as log:
+        model(tokens(0, 257))
+        log.end_step(0)
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        (gate,) = summarize_logs([tmp_path / "log"]).gates
+    finally:
+        torch.set_default_dtype(before)
+    assert gate.dropped.tolist() == [257]
+
+
 class Page(html.parser.HTMLParser):
     """Parts of a page, and unclosed tags."""
 

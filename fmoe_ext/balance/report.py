@@ -109,7 +109,7 @@ def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False
     for gate in gates:
         experts = gate.num_experts
         load = torch.zeros(num_bins, experts, dtype=torch.int64, device="cpu")
-        dropped = torch.zeros(num_bins, device="cpu")
+        dropped = torch.zeros(num_bins, dtype=torch.int64, device="cpu")
         pairs = torch.zeros(experts, experts, dtype=torch.int64, device="cpu") if experts <= widest else None
         summaries[gate.name] = GateSummary(gate, load, dropped, pairs)
     for record in _records(files, allow_truncated):
