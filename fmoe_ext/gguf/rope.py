@@ -66,7 +66,7 @@ def rope_parameters(
             raise CheckpointError(f"{begin}{key} is {shortened(value)}, but must be a number")
     kind, factor = said.pop("type", "linear"), said.pop("factor", 1.0) or 1.0  # as in llama.cpp
     if kind not in KINDS:
-        raise CheckpointError(f"{begin}type is {kind!r}, which is not computed here")
+        raise CheckpointError(f"{begin}type is {shortened(kind)}, which is not computed here")
     if not 1 <= factor < math.inf:
         raise CheckpointError(f"{begin}factor is {factor}, which is not computed here")
     # only YaRN uses it

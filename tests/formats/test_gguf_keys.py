@@ -243,6 +243,7 @@ def test_rope_scaling_is_computed_as_llama_cpp_does(name, models, tmp_path, monk
     ("scaling", "message"),
     [
         ({"type": "longrope"}, "rope.scaling.type is 'longrope'"),
+        ({"type": "x" * 100}, r"rope.scaling.type is 'x{59}\.\.\., which is not computed here"),
         ({"type": "yarn", "factor": 0.5}, "rope.scaling.factor is 0.5"),
         (YARN | {"yarn_log_multiplier": 0.1}, "rope.scaling.yarn_log_multiplier is 0.1"),
         (YARN | {"yarn_ext_factor": 0.5}, "rope.scaling.yarn_ext_factor is 0.5"),
