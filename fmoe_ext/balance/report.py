@@ -19,14 +19,14 @@ from fmoe_ext import ops
 from fmoe_ext.balance.choices import BadLog, Choice, Gate, read_log
 
 _MAX_BINS = 120  # of steps, in a picture
-LAST_SHARE = 4  # dead and overloaded are judged by the last quarter of the steps
+LAST_SHARE = 4  # dead and overloaded are judged by about the last quarter of the steps
 OVERLOAD = 2.0  # times the mean
 _MAX_NOTABLE = 6  # dead experts, and overloaded ones, that are named for each gate
 _NUM_BUSIEST = 3  # experts that are named for each gate even if its load is even
 _MAX_FEEDERS = 8  # tokens that are named for an expert
 _MAX_TOGETHER = 256  # experts of a gate, beyond which its pairs are not counted
 MAX_PAIRS = 2**24  # pairs of all gates together, beyond which none are counted: an int64 each
-_MAX_TOKEN_ID = 1 << 22  # larger ids count as this one: a count for each id is kept
+_MAX_TOKEN_ID = 1 << 22  # ids from here on count as the one below it: a count for each id is kept
 
 
 @dataclass
@@ -42,7 +42,7 @@ class GateSummary:
 
     @property
     def recent(self) -> torch.Tensor:
-        """Sum the load of the last quarter of the bins: [E]."""
+        """Sum the load of about the last quarter of the bins, at least one: [E]."""
         return self.load[-max(1, len(self.load) // LAST_SHARE) :].sum(0)
 
     @property
@@ -80,7 +80,7 @@ class Summary:
 def summarize_logs(paths: Sequence[str | Path], *, allow_truncated: bool = False) -> Summary:
     """Read logs of one run, one a rank, three times -> Summary.
 
-    BadLog for damaged ones, for other gates, and for a file that is given twice.
+    Raises BadLog for damaged logs, logs of different gates, and a file that is given twice.
     """
     files = [Path(path) for path in paths]
     for number, path in enumerate(files):

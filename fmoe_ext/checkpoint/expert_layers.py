@@ -2,16 +2,17 @@
 
 Streaming reads experts straight into buffers, so it needs places in files rather than tensors. A layer's experts have
 two weights: w1 [E, gate rows before up rows, in] and w2 [E, out, in]. Where the files have gate and up apart, the spans
-of both follow each other in the buffer, which joins them. There are four ways to a weight, by what the files have;
-layer_of() takes one of the first three. Each ends in Parts whose spans say which bytes go where (expert_files.py):
+of both follow each other in the buffer, which joins them. A weight is made in one of four ways, depending on what the
+files have; layer_of() takes one of the first three. Each ends in Parts whose spans say which bytes go where
+(expert_files.py):
 
     plain          bytes are copied, or rearranged where the module has another order (_plain_part)
     packed         matrices that an operator decodes (methods/): bytes are copied or rearranged (_packed_part)
     decoded        any other packing, or several in one layer: float32, computed from the bytes (_decoded_part)
     MXFP4          GPT-OSS's own names: stacks of blocks and scales (mxfp4_layer)
 
-outside_experts() has the other tensors. model_files.py, the way of all readers to a model's files, calls these.
-decode() makes a packed folder look like a plain one, for import_model(), adapters and `fmoe prune`.
+outside_experts() has the other tensors. fmoe_ext/model_files.py, through which all readers get a model's files, calls
+these. decode() makes a packed folder look like a plain one, for import_model(), adapters and `fmoe prune`.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from fmoe_ext.checkpoint.safetensors_file import StoredTensor
 # For each expert its matrices (gate and up, or one); None for a plain one
 Found: TypeAlias = Sequence[Sequence[Matrix | Decoded | None]]
 MXFP4_STACKS = ("experts.gate_up_proj", "experts.down_proj")
-_INTEGERS = (torch.int64, torch.int32, torch.bool)  # dtypes of buffers, which are no packed weights
+_INTEGERS = (torch.int64, torch.int32, torch.bool)  # dtypes of buffers; packed weights may have them too
 
 
 class InFiles(NamedTuple):
@@ -87,7 +88,7 @@ def layer_of(
             )
         return made[0], made[1]
 
-    # Names that belong to the layer: its matrices, what lies beside them, and biases of zeros
+    # Names that belong to the layer: its matrices, their scales and zero points, and biases of zeros
     used = set()
     beside = () if kind is None else (*kind.data, kind.scale, *kind.others)
     for name in {name for weight in weights for of_expert in weight.names for name in of_expert}:

@@ -1,7 +1,7 @@
 """Check that a sample's output is its own, whatever stands beside, behind or before it in the batch.
 
-examine.py runs outputs(), which runs _causal() and _history() too, and padding(). Outputs of the whole model are
-compared, sample by sample, with those of a changed batch:
+examine.py runs outputs(), which also runs _causal() and _history(); and it runs padding(). Outputs of the whole model
+are compared, sample by sample, with those of a changed batch:
 
     outputs     other order, other samples absent, or with other values            "batch"
     _causal     later tokens changed, or absent                                    "causality"
@@ -69,7 +69,7 @@ def _compared(
     name: str, found: torch.Tensor | None, expected: torch.Tensor, why: str | None, when: str
 ) -> Finding:
     if found is None or found.shape != expected.shape:
-        return verdict(name, "", None, f"the output has another shape, or there is none, if {when}")
+        return verdict(name, "", None, f"the output is missing or has another shape if {when}")
     moved = _distance(found, expected)
     text = f"outputs move by {moved:.1e} of the largest if {when}"
     bad = moved > _BOUND
@@ -175,7 +175,7 @@ def _causal(case: Case, plain: torch.Tensor, count: int, why: str | None) -> Ite
         try:
             changed, _ = _output(case, batch, samples)
         except Exception as error:  # a model may raise anything for another length than its own
-            yield verdict("causality", "", None, f"outputs {which} cannot be had: {error}")
+            yield verdict("causality", "", None, f"outputs {which} cannot be computed: {error}")
             continue
         if changed is None or changed.shape[2:] != plain.shape[2:] or changed.shape[1] not in (length, kept):
             continue
@@ -279,11 +279,11 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
     other = some if changed is None else changed
     for training in (False, True):
         fresh, second = case.copy().train(training), case.copy().train(training)
-        expected, watch = _output(case, case.subject.batch, count, fresh)
+        expected, _ = _output(case, case.subject.batch, count, fresh)
         start = _states(second)
         _output(case, other, count, second)
         moves = [n for n, v in _states(second).items() if n in start and not v.equal(start[n])]
-        found, again = _output(case, case.subject.batch, count, second)
+        found, _ = _output(case, case.subject.batch, count, second)
         if expected is None or found is None:
             return
         moved = _distance(found, expected)
@@ -291,9 +291,11 @@ def _history(case: Case, count: int) -> Iterator[Finding]:
         text = f"outputs in {when} move by {moved:.1e} of the largest after a forward of another batch"
         bad: bool | None = moved > _BOUND
         # in training a state may move by design, and noise may be drawn; evaluation has no excuse
-        excuse = training and (moves[0] if moves else "random numbers" if draws_numbers(case) else None)
+        excuse = training and (
+            f"{moves[0]} changed" if moves else draws_numbers(case) and "random numbers are drawn"
+        )
         if bad and excuse:
-            bad, text = None, f"{text}: {excuse} changed"
+            bad, text = None, f"{text}: {excuse}"
         yield verdict("history", "", bad, text)
         parts = case.subject.parts
         if training and parts is not None and not excuse:

@@ -1,4 +1,4 @@
-"""Translate a file's rope.scaling.* keys (how a model stretches rotary positions) to rope_parameters, and YaRN's back.
+"""Translate a file's rope.scaling.* keys (stretched rotary positions) to rope_parameters, and YaRN's parameters back.
 
 architecture.py calls it for both ways, metadata.py to compare. Linear scaling and YaRN are read; YaRN as GPT-OSS has it
 is written, and Architecture.refused() refuses the rest. Any other key is an error, so that no scaling is lost, but for
@@ -89,9 +89,9 @@ def rope_parameters(
 
 
 def with_defaults(config: Any, rounds_yarn: bool) -> Mapping[str, Any]:
-    """Return rope_parameters of a configuration, with YaRN's defaults for what is left out.
+    """Return rope_parameters of a configuration, with YaRN's defaults for what is left out: metadata.py compares these.
 
-    As they are with DeepSeek's mscale, which the scale of attention is computed from.
+    Left as they are if they have DeepSeek's mscale, from which the scale of attention is computed.
     """
     said = {name: value for name, value in rope_of(config).items() if value is not None}
     if said.get("rope_type") != "yarn" or {"mscale", "mscale_all_dim"} & said.keys():

@@ -2,10 +2,10 @@
 
     8 bytes   length N of the header, little endian
     N bytes   JSON {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ..., "__metadata__": {str: str}}, padded
-              with spaces so that the tensors begin at a multiple of 64 bytes
+              with spaces so that the first tensor begins at a multiple of 64 bytes
     the rest  the tensors' elements, one tensor behind the other without gaps, in the order of the header
-Calls and states travel so, and checkpoints are files of this layout (server/checkpoints.py). A reader distrusts every
-number: decode() checks each against Limits and against the bytes that came before it makes a tensor. Nothing in a
+Calls and states are sent in this form, and checkpoints are files of it (server/checkpoints.py). A reader distrusts
+every number: decode() checks each against Limits and against the bytes that came before it makes a tensor. Nothing in a
 message is ever executed. compress() sends floating tensors in fewer bits; ErrorFeedback adds the rounding errors of
 earlier gradients to later ones.
 """
@@ -59,7 +59,7 @@ class Limits:
 
 
 _CALL = Limits()  # of a client's call and its answer
-MAX_MESSAGE_BYTES = 2**31 - 1  # grpc's largest
+MAX_MESSAGE_BYTES = 2**31 - 1  # the largest message that gRPC takes
 STATE = Limits(MAX_MESSAGE_BYTES, max_header_bytes=1 << 20, max_tensors=4096)  # of messages between servers
 WHOLE = replace(STATE, max_message_bytes=1 << 40)  # of a state that comes in parts, or from a file
 _HEADER_BYTES = 1 << 20  # of a message's largest size, kept free for its header
@@ -85,7 +85,7 @@ class Message:
         return value
 
     def number(self, key: str, default: int | None = None) -> int:
-        """Return an entry of the metadata as a number; if it is none, default, or WireError without a default."""
+        """Return an entry of the metadata as a number; default if it is not a number, WireError without a default."""
         text = self.meta.get(key, "")
         # 18 digits: below 10^18, which int64 holds
         if not (text.isascii() and text.isdecimal() and len(text) <= 18):
@@ -119,7 +119,7 @@ def pieces(message: Message) -> list[Any]:
         header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
         parts.append(data)
     text = json.dumps(header, separators=(",", ":")).encode()
-    # tensors begin at a multiple of the alignment, so that a reader need not copy them
+    # the first tensor begins at a multiple of the alignment; of later ones decode() copies those that do not
     text += b" " * (-(_LENGTH.size + len(text)) % _ALIGNMENT)
     return [_LENGTH.pack(len(text)) + text, *parts]
 
@@ -137,7 +137,8 @@ def bytes_of(tensor: torch.Tensor) -> Any:
 def decode(data: bytes | bytearray, limits: Limits = _CALL) -> Message:
     """Return the message in data; WireError if anything in it is malformed or beyond the limits.
 
-    The tensors share the memory of a bytearray; bytes are copied, because torch may write into its tensors.
+    The tensors share the memory of a bytearray where they can; bytes are copied, because torch may write into its
+    tensors.
     """
     # 1. the header's length, and its JSON
     if not _LENGTH.size <= len(data) <= limits.max_message_bytes:

@@ -15,10 +15,10 @@ from fmoe_ext.audit.recipe import blocks_of
 
 
 def shard_blocks(model: nn.Module, mesh: DeviceMesh | None = None, **options: Any) -> Parallel:
-    """Apply fully_shard(block, mesh=mesh, **options) to every module in an nn.ModuleList, then to the model.
+    """Apply fully_shard(block, mesh=mesh, **options) to each layer of the model, then to the model.
 
-    mesh: of one dimension, or (replicate, shard); all ranks by default. Each of its ranks gets its part of the batch.
-    Raises AuditError for a mesh that leaves ranks out.
+    Layers are the modules in an outermost nn.ModuleList. mesh: of one dimension, or (replicate, shard); all ranks by
+    default. Each of its ranks gets its part of the batch. Raises AuditError for a mesh that leaves ranks out.
     """
     mesh = mesh or init_device_mesh("cpu", (dist.get_world_size(),))
     for block in blocks_of(model).values():

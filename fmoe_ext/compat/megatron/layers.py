@@ -1,4 +1,4 @@
-"""fmoe.megatron.layers: the MoE layer that FastMoE's patches of Megatron-LM build, and fmoefy() as FastMoE has it."""
+"""fmoe.megatron.layers: the MoE layer that FastMoE's patches of Megatron-LM build, and FastMoE's fmoefy()."""
 
 import math
 from typing import Any
@@ -21,7 +21,8 @@ class MegatronMLP(FMoETransformerMLP):
     args: hidden_size, hidden_hidden_size (of a whole expert), fmoe_num_experts or num_experts (of each rank), top_k,
     balance_strategy (name of a gate, where gate is None), distributed_experts, rank, init_method_std, num_layers.
     Called on inp [..., hidden_size] -> (output [..., hidden_size], zero bias [hidden_size]).
-    Equivalent to: FMoETransformerMLP(num_experts, hidden_size, hidden_hidden_size, ...)(inp), zeros(hidden_size).
+    Equivalent to: FMoETransformerMLP(num_experts, hidden_size, hidden_hidden_size, ...)(inp), zeros(hidden_size), with
+    weights drawn as Megatron draws them.
     """
 
     def __init__(self, args: Any, layer_idx: int, gate: Any = None) -> None:
@@ -108,7 +109,7 @@ def fmoefy(
 ) -> Any:
     """Replace the MLPs of a model by MoE layers; the version of Megatron is detected if it is not given.
 
-    fmoe_num_experts: experts of each rank; num_experts is the name of it that FastMoE's README writes.
+    fmoe_num_experts: experts of each rank; num_experts is its name in FastMoE's README.
     """
     if num_experts is not None and fmoe_num_experts is not None:
         raise ValueError(

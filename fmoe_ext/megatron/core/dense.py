@@ -22,7 +22,7 @@ LOOKED_FOR = (
 
 def find(model: nn.Module, options: Options) -> list[Target]:
     """Find the MLPs of Megatron-core's layers; all tensor-parallel ranks call it together."""
-    # Inside wrappers, as Float16Module.
+    # Look inside wrappers such as Float16Module
     prefix = ""
     while isinstance(getattr(model, "module", None), nn.Module):
         if type(model).__module__.startswith("megatron.core.distributed"):
@@ -46,7 +46,7 @@ def find(model: nn.Module, options: Options) -> list[Target]:
 
 
 def _target(path: str, layer: Any, options: Options) -> Target:
-    """Read the MLP of a layer, which Megatron's own options describe; ValueError for what would be lost."""
+    """Describe the MLP of a layer, by Megatron's own options, as a Target; ValueError for what would be lost."""
     config, mlp = layer.config, layer.mlp
     check_options(config, own_gate=options.gate is not None, fills_dense=True)
     groups = process_groups(getattr(layer, "pg_collection", None))

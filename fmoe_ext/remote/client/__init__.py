@@ -1,1 +1,1 @@
-"""The client side: modules that train through experts on other machines. remote/__init__.py shows a call's way."""
+"""The client side: modules that train through experts elsewhere. remote/__init__.py shows the path of a call."""

@@ -4,6 +4,9 @@ Each half second, and when its view of etcd changes, a server looks at each of i
 the record says, and what it does itself. From that alone follows its next step: end a term, fill a vacancy, join, or
 look for members. Nothing is remembered as done, so a lost message costs one look and not the expert.
 
+The server asks it at each call, by functions that begin() sets: may_read() before a forward, may_step() before a
+gradient, and when_committed() before the gradient is answered. The updates themselves go from leader.py to follower.py.
+
 A vacancy is filled without votes. recovery.decide() says at each look whether this server leads, offers its state or
 waits. To lead is one transaction in etcd, which fails if another server leads or the record has changed since it was
 read. So of several servers that decide to lead one wins, and the others see its record at their next look.
@@ -82,7 +85,7 @@ class ReplicatedExperts:
         server.metrics.gauge("update_bytes_in_flight", lambda: intake.budget.num_bytes)
 
     async def begin(self, server: Server) -> None:
-        """Do start() without the methods that other servers call: the simulation of the tests has its own network."""
+        """Do the part of start() that needs no network: the simulation of the tests has its own."""
         self.server = server
         early = ByteBudget(server.service.budget.limit)
         self._site = Site(self.name, self.options, self.registry, self.peers, server, early)
@@ -163,7 +166,7 @@ class ReplicatedExperts:
         record, _ = self.registry.view.members(uid)
         if record is None or self.name not in record.endpoints:
             # begins with protocol.NOT_LEADER, by which clients know that they have to look the expert up again
-            raise NotLeader(f"not the leader of {uid}, and no member: it may lack acknowledged updates")
+            raise NotLeader(f"not the leader of {uid} (and not a member: it may lack acknowledged updates)")
 
     def _may_host(self, uid: str) -> bool:
         return uid not in self.replicas and not self._stopping
@@ -194,9 +197,8 @@ class ReplicatedExperts:
             await self.host_expert(uid)
             return Message()
         name = message.text("server")
-        endpoint = (
-            message.text("endpoint") if path == messages.JOIN else ""
-        )  # read before anything is asked of
+        # read the whole message first: a malformed one must not reach the leader
+        endpoint = message.text("endpoint") if path == messages.JOIN else ""
         self.may_step(uid)
         leader = self.replicas[uid].leader
         assert leader is not None
@@ -296,8 +298,8 @@ class ReplicatedExperts:
             if own is not None:
                 own.end(f"{leader.endpoint} leads")
             replica.follow(leader, record)
-        # 4. the key has this server's name but is not of the term that it leads, as an answer of etcd was lost when the
-        # term began or ended: give the key back
+        # 4. the key has this server's name but is not of the term that it leads, because etcd's answer was lost when
+        # the term began or ended: give the key back
         elif own is None or own.guard != guard:
             if own is not None:
                 own.end("its key is another one")
@@ -388,7 +390,7 @@ class ReplicatedExperts:
 
         leader = Leader(self._site, replica.uid, replica.ledger, term, guard, record, ended)
         replica.role, replica.leader = Role.LEADER, leader
-        # 3. say what is lost; replica.loss is kept from the decision on, in case that etcd's answer was lost
+        # 3. say what is lost; replica.loss is kept from the decision on, in case etcd's answer is lost
         metrics = self.server.metrics
         metrics.add("leads_won_total")
         if (loss := replica.loss) is not None and loss.most:
@@ -396,10 +398,10 @@ class ReplicatedExperts:
             metrics.add("updates_lost_total", loss.updates)
             metrics.add("gradients_lost_total", loss.gradients)
             metrics.add("updates_lost_at_most_total", loss.most)
-            when = f"after {time.strftime(DATE_FORMAT, time.localtime(loss.since))} " if loss.since else ""
+            when = f" after {time.strftime(DATE_FORMAT, time.localtime(loss.since))}" if loss.since else ""
             log.error(
-                "%s: up to %d acknowledged updates %sare lost, because no replica has them; at least %d updates "
-                "with %d gradients or more are",
+                "%s: at most %d acknowledged updates%s are lost: no replica has them; certainly lost: %d updates "
+                "(%d gradients or more)",
                 *(replica.uid, loss.most, when, loss.updates, loss.gradients),
             )
         replica.ledger.lacks = 0
