@@ -512,7 +512,7 @@ def test_adapter_that_is_not_finite_is_not_converted(tmp_path):
 
 def test_scratch_without_model_is_refused(tmp_path):
     trained("qwen3_moe", tmp_path / "adapter")
-    with pytest.raises(SystemExit, match="--scratch is for --model"):
+    with pytest.raises(SystemExit, match="--scratch is read with --model alone"):
         cli.main(["check", str(tmp_path / "adapter"), "--scratch", str(tmp_path)])
 
 

@@ -567,7 +567,7 @@ OF_RANKS = MappingProxyType(
 )
 # Of integers and of no tensors, so that there is nothing to transform
 WITHOUT_FLOATS = (
-    "agree_on_rows", "exchange_counts", "of_this_thread", "build_info", "_cpu_isa", "_cpu_isa_refused",
+    "agree_on_rows", "exchange_counts", "of_this_thread", "thread_of", "build_info", "_cpu_isa", "_cpu_isa_refused",
     "_release_memory", "_set_batch_invariant", "_set_cpu_isa", "_set_thread_batch_invariant", "_tf32_allowed",
 )  # fmt: skip
 NOT_DRAWN = MappingProxyType(  # why; the prefix of a name stands for all of them
@@ -586,5 +586,6 @@ NOT_DRAWN = MappingProxyType(  # why; the prefix of a name stands for all of the
             ("_decode_packed", "_torch_grouped_mm", "_tf32_allowed"), "of the CUDA kernels: tests/emulator"
         ),
         "of_this_thread": "a copy, or an error on another thread: test_valid_tokens.py",
+        "thread_of": "reads nothing of its tensor: compiled/test_tokens_compiled.py",
     }
 )  # fmt: skip
