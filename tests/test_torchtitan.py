@@ -293,7 +293,7 @@ def test_experts_of_gpt_oss_are_computed_by_their_own_module():
 
 def test_other_exchanges_and_dtypes_are_refused_by_name():
     layer = config("hybridep")
-    with pytest.raises(ValueError, match=r"HybridEPTokenDispatcher.*does not have.*moe_comm_backend"):
+    with pytest.raises(ValueError, match=r"HybridEPTokenDispatcher.*does not replace.*moe_comm_backend"):
         apply_overrides(OverrideConfig(imports=[OURS]), layer)
     with pytest.raises(ValueError, match='dtype must be "bfloat16" or "input"'):
         build(config(), torch.float32, compute="float16")
@@ -310,7 +310,11 @@ def test_counts_and_bias_stay_torchtitans():
 
 @pytest.mark.parametrize(
     ("plan", "said"),
-    [("parallelize", None), ("undivided", "gradient"), ("over_tensors", "tp=2: torchtitan is audited with")],
+    [
+        ("parallelize", None),
+        ("undivided", "gradient"),
+        ("over_tensors", "tp=2: only data and expert parallelism"),
+    ],
 )
 def test_audit_of_experts_over_ranks_under_fsdp(plan, said):
     import audit_torchtitan as audited

@@ -279,7 +279,7 @@ def test_member_that_was_removed_answers_no_forward(ends, cluster, client):
     (sender,) = leader.placement.replicas[UID].leader.senders.values()
     sender._die("pulled out")
     wait_until(lambda: follower.placement.name not in members(follower), "the follower is removed")
-    with pytest.raises(NoLeader, match="no member"):
+    with pytest.raises(NoLeader, match="not a member"):
         read(x)
     step(client, 2)
 
