@@ -54,7 +54,8 @@ def test_tokens_are_cast_to_the_dtype_of_the_weights_but_float64_never(tokens, w
         return
     with torch.no_grad():
         topk_idx, topk_weights = layer.gate(x)
-        layer.gate.forward = lambda inp: (topk_idx, topk_weights)  # which sees the tokens as they came
+        # the gate gets tokens in their own dtype and could choose otherwise: keep its choice for both calls
+        layer.gate.forward = lambda inp: (topk_idx, topk_weights)
         out = layer(x)
         assert out.dtype == weights
         assert torch.equal(out, layer(x.to(weights)))

@@ -28,10 +28,10 @@ _Seen: TypeAlias = dict[str, list[tuple[_Rows, _Rows, _Rows]]]
 
 @dataclass(frozen=True)
 class Subject:
-    """A causal language model of Transformers, and those of its modules that are called with tensors by keyword."""
+    """The audited model: a causal language model of Transformers."""
 
     model: Any
-    with_keywords: frozenset[nn.Module]
+    with_keywords: frozenset[nn.Module]  # modules that get tensors as keyword arguments in its forward
 
     @classmethod
     def of(cls, model: nn.Module, tokens: Tensor) -> Subject:

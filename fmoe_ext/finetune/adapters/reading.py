@@ -213,7 +213,7 @@ def _check_config(folder: Path, config: Mapping[str, Any], tensors: Mapping[str,
         patterns = config.get(name) or {}
         if not isinstance(patterns, dict) or not all(_is_number(value, kind) for value in patterns.values()):
             raise CheckpointError(f"{folder}/{CONFIG}: {name} must map patterns to positive numbers")
-        # a module's name is shorter than those of its tensors
+        # patterns are matched against names of modules, which are shorter than the names of their tensors
         longest = max((len(key.removeprefix(PREFIX)) for key in tensors), default=0)
         ways = {key: num_ways(key, longest) for key in patterns}
         for key in patterns:
