@@ -350,9 +350,8 @@ def read_locked(path: Path) -> Iterator[None]:
     check_is_file(path)
     with open(path, "rb") as file:
         if _try_lock(file.fileno(), fcntl.LOCK_SH) is False:
-            fcntl.flock(
-                file.fileno(), fcntl.LOCK_SH
-            )  # waits for the body of lock_unread(), which may remove the file
+            # wait for the body of lock_unread(), which may remove the file
+            fcntl.flock(file.fileno(), fcntl.LOCK_SH)
         if not _is_still(path, file.fileno()):
             raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
         yield
@@ -367,9 +366,8 @@ def lock_unread(path: Path) -> Iterator[bool]:
             yield got is not False
         finally:
             if got:
-                fcntl.flock(
-                    file.fileno(), fcntl.LOCK_UN
-                )  # close() would not, if a child has inherited the handle
+                # close() would not unlock, if a child has inherited the handle
+                fcntl.flock(file.fileno(), fcntl.LOCK_UN)
 
 
 def _is_still(path: Path, handle: int) -> bool:

@@ -288,9 +288,8 @@ def decompress(message: Message) -> dict[str, torch.Tensor]:
             raise WireError(f"tensor {name!r} was compressed from {was!r}, which is no floating dtype")
         if tensor.dtype is torch.int8:
             scale = message.tensors.get(name + _SCALE)
-            wide = torch.promote_types(
-                dtype, torch.float32
-            )  # as in compress(), and as unpacked_bytes() counts
+            # as compress() writes it, and as unpacked_bytes() counts
+            wide = torch.promote_types(dtype, torch.float32)
             if scale is None or scale.shape != (*tensor.shape[:-1], 1) or scale.dtype != wide:
                 raise WireError(
                     f"tensor {name!r} is int8 {list(tensor.shape)}, but has no scale in {wide} for each row"
